@@ -57,8 +57,10 @@ def fill(model: PreTrainedModel) -> PreTrainedModel:
     experts = r"\.experts\." if model.config.model_type == "deepseek_v4" else r"$^"
     for name, tensor in model.state_dict().items():
         wanted = values(name, tuple(tensor.shape))
-        if not tensor.is_floating_point():  # DeepSeek-V4's experts of each token
+        if name.endswith("tid2eid"):  # DeepSeek-V4's experts of each token
             wanted = torch.arange(tensor.numel()).reshape(tensor.shape) * 7 % 4
+        elif not tensor.is_floating_point():  # Qwen4's hash of n-grams: odd factors, sizes, offsets
+            wanted = tensor + 2 if name.endswith("multipliers") else tensor
         elif re.search(experts, name):
             wanted = snap(wanted)
         if name not in model.all_tied_weights_keys:

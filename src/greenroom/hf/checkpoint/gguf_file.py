@@ -37,6 +37,8 @@ TEXT, ARRAY = 8, 9
 SIZE = struct.Struct("<Q")
 LONGEST_NAME = 1 << 16  # bytes; the format's own limit for keys
 MOST_ALIGNMENT = 1 << 20
+# Arrays of the metadata that are parameters of a model: the constants of Qwen4's hash of n-grams.
+PARAMETERS = re.compile(r"\.ple\.(layer_multipliers|head_offsets|head_vocab_sizes)$")
 PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
@@ -45,9 +47,10 @@ def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, S
 
     `path` is any file of the model. The metadata are those of the first file; an array of strings
     is replaced by its length. The tensors have GGUF's names and shapes in torch's order;
-    `StoredTensor.file` is an index into the paths. Raises NotAModel if a file is no GGUF file,
-    UnsupportedModel for another GGUF version or an unknown tensor type, CheckpointError if a file
-    is missing or damaged.
+    `StoredTensor.file` is an index into the paths. Arrays of the metadata that are parameters of
+    the model are among the tensors, by the names of their keys. Raises NotAModel if a file is no
+    GGUF file, UnsupportedModel for another GGUF version or an unknown tensor type, CheckpointError
+    if a file is missing or damaged.
     """
     paths = _parts(path)
     metadata, tensors = _header(paths[0], 0)
@@ -71,10 +74,11 @@ def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, S
                 " original name"
             )
         tensors |= part_tensors
-    expected = metadata.get("split.tensors.count", len(tensors))
-    if expected != len(tensors):
+    count = sum(name not in metadata for name in tensors)
+    expected = metadata.get("split.tensors.count", count)
+    if expected != count:
         raise CheckpointError(
-            f"{path}: the model's files have {len(tensors)} tensors, but the metadata say"
+            f"{path}: the model's files have {count} tensors, but the metadata say"
             f" {expected}: download all files of the model again"
         )
     return paths, metadata, tensors
@@ -160,12 +164,15 @@ def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, StoredTe
             f"{path}: has GGUF version {version}{big}, but Greenroom reads only versions 2 and 3"
         )
     metadata: dict[str, Any] = {}
+    parameters: dict[str, StoredTensor] = {}
     try:
         cursor = Cursor(path)
-        for key, value, _ in cursor.pairs():
+        for key, value, raw in cursor.pairs():
             if key in metadata:
                 raise DamagedHeader(f"the metadata have the key {printable(key)} twice")
             metadata[key] = value
+            if isinstance(value, list) and PARAMETERS.search(key):
+                parameters[key] = _array(number, raw[12 + len(key.encode()) :], cursor.at)
         entries = [cursor.entry() for _ in range(cursor.tensors)]
         if len({name for name, *_ in entries}) < len(entries):
             raise DamagedHeader("two tensors have the same name")
@@ -184,7 +191,7 @@ def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, StoredTe
         for name, shape, kind, offset in entries
     }
     check_ranges(path, tensors, size)
-    return metadata, tensors
+    return metadata, tensors | parameters
 
 
 class DamagedHeader(ValueError):
@@ -284,6 +291,13 @@ class Cursor:
 
     def _cut_off(self) -> DamagedHeader:
         return DamagedHeader(f"the file ends at byte {self._blob.size}, inside its header")
+
+
+def _array(file: int, raw: bytes, end: int) -> StoredTensor:
+    """Return an array of numbers in a file's metadata as a tensor; its bytes end at `end`."""
+    kind, count = struct.unpack_from("<IQ", raw)
+    nbytes = len(raw) - 12
+    return StoredTensor(file, np.dtype(NUMBERS[kind]).name, (count,), end - nbytes, nbytes)
 
 
 def _stored(

@@ -233,7 +233,7 @@ def _by_gguf(
 
     tensors = {}
     for name in (name for names in conversion.sources.values() for name in names):
-        stored = checkpoint.stored[name]
+        stored = checkpoint.tensors[name]
         data = np.fromfile(
             checkpoint.files[stored.file], np.uint8, stored.nbytes, offset=stored.offset
         )
@@ -244,7 +244,9 @@ def _by_gguf(
             values = torch.from_numpy(
                 gguf.dequantize(data.reshape(stored.codes), gguf.GGMLQuantizationType[kind])
             )
-        tensors[name] = values.view(checkpoint.tensors[name].shape).float()
+        if values.is_floating_point():
+            values = values.float()
+        tensors[name] = values.view(stored.shape)
     (target,) = conversion.targets
     return conversion.convert(tensors, model, model.config)[target]
 

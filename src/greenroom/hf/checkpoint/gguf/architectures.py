@@ -49,6 +49,7 @@ SERVED = {
     "qwen3_next": "qwen3next",
     "qwen3_omni_moe": "qwen3vlmoe",
     "qwen3_vl_moe": "qwen3vlmoe",
+    "qwen4_exp": "qwen4exp",
     "solar_open": "glm4moe",
     "step3p7": "step35",
 }
@@ -62,7 +63,6 @@ UNREAD = {
     "glm5_next": _NEW,
     "laguna": _NEW,
     "minimax_m3_vl": _NEW,
-    "qwen4_exp": _NEW,
     "unlimited_ocr": _TOWER,
 }
 

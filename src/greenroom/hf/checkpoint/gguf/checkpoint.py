@@ -34,7 +34,8 @@ class GgufCheckpoint(Checkpoint):
     """A checkpoint stored in one or several GGUF files.
 
     `folder` is the path of the first file, `config` is the GGUF metadata, and `tensors` has GGUF's
-    tensor names. `transformers_config` is the model's config, and `origin` says where it is from.
+    tensor names, and parameters of the model that the metadata have, which `stored` lacks.
+    `transformers_config` is the model's config, and `origin` says where it is from.
     """
 
     transformers_config: PreTrainedConfig = field(kw_only=True)
@@ -70,8 +71,9 @@ class GgufCheckpoint(Checkpoint):
         header = Header(paths[0], metadata, tensors)
         origin = find_origin(paths[0], metadata, config)
         model_config, origin = config_of(header, origin)
+        stored = {name: tensor for name, tensor in tensors.items() if name not in metadata}
         return cls(
-            paths[0], metadata, tuple(map(str, paths)), tensors, dict(tensors),
+            paths[0], metadata, tuple(map(str, paths)), tensors, stored,
             transformers_config=model_config, origin=origin,
         )  # fmt: skip
 

@@ -53,9 +53,27 @@ EXCEPTIONS = tuple(
         (r"_compressor_position_bias$", "_compressor_ape.weight"),
         (r"_compressor_(kv|gate)_proj\.", r"_compressor_\1."),
         (r"_compressor_kv_norm\.", "_compressor_norm."),
+        (r"^(attn|mlp)_hyper_connection\.", r"hc_\1_"),  # Qwen4
+        (r"^hc_mlp_", "hc_ffn_"),
+        (r"^(hc_\w+_)hc_norm\.", r"\1norm."),
+        (r"^(hc_\w+_)input_mix_weight_", r"\1"),
+        (r"^(hc_\w+_)block_inject_weight\.", r"\1inject."),
+        (r"^ple\.(\w+?)(_proj)?\.weight$", r"ple_\1.weight"),
+        (r"^self_attn\.indexer\.([qk])_layernorm\.", r"indexer.\1_norm."),
     )
 )
-HEAD = re.compile(r"^model\.hc_head\.hc_(fn|base|scale)$")
+# The same for names that GGUF has without a layer: a pattern in a parameter's full name.
+MODEL_NAMES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^model\.hc_head\.hc_(fn|base|scale)$", r"output_hc_\1.weight"),
+        (r"\.hyper_connection_mixer\.hc_norm\.weight$", "output_hc_norm.weight"),
+        (r"\.hyper_connection_mixer\.input_mix_weight_(\w+)\.weight$", r"output_hc_\1.weight"),
+        (r"\.ple_embedding\.ngram_embedding\.weight$", "per_layer_token_embd.weight"),
+        (r"\.ple_embedding\.layer_multipliers$", "qwen4exp.ple.layer_multipliers"),
+        (r"\.ple_embedding\.ngram_heads_(\w+)$", r"qwen4exp.ple.head_\1"),
+    )
+)
 # Architectures that gguf does not know -> one with the same names.
 SAME_NAMES = {
     "cohere2moe": "dots1",
@@ -63,6 +81,7 @@ SAME_NAMES = {
     "deepseek4": "glm-dsa",
     "hy_v3": "dots1",
     "mellum": "qwen3moe",
+    "qwen4exp": "qwen35moe",
 }
 LAYER = re.compile(r"\.(\d+)\.")
 SUFFIXES = ("", ".weight", ".bias")
@@ -100,8 +119,9 @@ class GgufNames:
 
 def _exceptions(parameter: str) -> Iterator[str]:
     """Yield the name in a GGUF file of a parameter that gguf's table lacks."""
-    if match := HEAD.search(parameter):
-        yield f"output_hc_{match[1]}.weight"
+    for pattern, replacement in MODEL_NAMES:
+        if match := pattern.search(parameter):
+            yield match.expand(replacement)
     if (layer := layer_of(parameter)) is None:
         return
     inner = changed = parameter.partition(f".{layer}.")[2]

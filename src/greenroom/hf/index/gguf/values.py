@@ -26,7 +26,7 @@ Operations = Callable[[PreTrainedConfig], list[ConversionOps]]
 
 # Architectures whose rows of queries and keys llama.cpp's converter permutes for RoPE.
 PERMUTED = ("llama", "deepseek", "granitemoe", "granitehybrid", "nemotron_h_moe")
-NORMS_PLUS_ONE = ("qwen3next", "qwen35moe", "step35")
+NORMS_PLUS_ONE = ("qwen3next", "qwen35moe", "qwen4exp", "step35")
 
 
 class _OneTensor(ConversionOps):
@@ -187,8 +187,9 @@ CHANGED = (
     ChangedValue((), r"\.ssm_a$", lambda config: [LogNegate()]),
     ChangedValue((), r"\.ssm_norm\.weight$", lambda config: [Flatten()]),
     ChangedValue(NORMS_PLUS_ONE, r"(?<!ssm_)norm\.weight$", lambda config: [SubtractOne()]),
+    ChangedValue(("qwen4exp",), r"\.ple_norm_\w+\.weight$", lambda config: [SubtractOne()]),
     *(
-        ChangedValue(("qwen35moe",), pattern, undo)
+        ChangedValue(("qwen35moe", "qwen4exp"), pattern, undo)
         for pattern, undo in (
             (r"\.(ssm_a|ssm_dt\.bias|ssm_alpha\.weight|ssm_beta\.weight)$",
              _untile(TiledToGroupedRows, per_head=True)),
@@ -211,6 +212,11 @@ SPLIT = (
     SplitParameter(
         r"\.shared_mlp\.input_linear\.weight$",
         ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+        Concatenate(dim=0),
+    ),
+    SplitParameter(
+        r"\.index_qk_proj\.weight$",
+        ("indexer.q_proj.weight", "indexer.k_proj.weight"),
         Concatenate(dim=0),
     ),
     SplitParameter(
