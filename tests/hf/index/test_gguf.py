@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from greenroom.hf.index.gguf.values import JoinByKeyHead, JoinKeysAndValues, Unp
 from greenroom.hf.model.architectures import architectures
 from greenroom.hf.model.skeleton import ModelSkeleton
 from tests.gguf_architectures import FOLDER
+from tests.gguf_models import add
 from tests.hf.conftest import one_line
 from tests.models import read_expert
 
@@ -84,9 +85,15 @@ Tensors = dict[str, np.ndarray]
 
 
 def rewritten(
-    folder: Path, name: str, change: Callable[[Tensors], None], types: type = np.float32
+    folder: Path,
+    name: str,
+    change: Callable[[Tensors], None] = lambda tensors: None,
+    types: Mapping[str, str] = {},
 ) -> Path:
-    """A converted model with other tensors, beside its config."""
+    """A converted model with other tensors, beside its config.
+
+    types: the type of the matrices whose name contains the key; others are F32
+    """
     source = FOLDER / name
     shutil.copy(source / "config.json", folder / "config.json")
     reader = gguf.GGUFReader(source / "model.gguf")
@@ -103,7 +110,8 @@ def rewritten(
             kind = field.types[1] if len(field.types) > 1 else None
             writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=kind)
     for key, values in tensors.items():
-        writer.add_tensor(key, values.astype(types))
+        kind = next((types[part] for part in types if part in key), "F32")
+        add(writer, key, torch.from_numpy(values), gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -7,8 +7,8 @@ would be in memory twice. Casts and dequantisation work in small chunks for the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -70,6 +70,41 @@ def read_parts(
             arrange(tensor.form, raw.numpy(), as_integers(part))
         except StoreError as error:
             raise CheckpointError(f"{files[tensor.file]}: the matrix {name}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOrder:
+    """The order of rows and blocks in a matrix that stored matrices make up.
+
+    rows:   the row in the matrix of each stored row; stored matrices lie below each other
+    blocks: the stored block of each block of a row; None if the blocks of a row are in order
+    """
+
+    rows: Tensor
+    blocks: Tensor | None
+
+
+def read_moved(
+    files: Sequence[str],
+    stored: Mapping[str, StoredTensor],
+    order: BlockOrder,
+    codes: Tensor,
+) -> None:
+    """Read the codes of quantised matrices into one existing tensor, in another order.
+
+    `stored` are the matrices by name, none of which has scales in other tensors.
+    """
+    start = 0
+    for name, tensor in stored.items():
+        (part,), rows = tensor.parts, tensor.shape[0]
+        step = max(1, CHUNK // (part.nbytes // rows))
+        for first in range(0, rows, step):
+            chunk = read_tensor(files, name, part.rows(first, min(step, rows - first)))
+            if order.blocks is not None:
+                blocks = chunk.view(len(chunk), len(order.blocks), -1)
+                chunk = blocks[:, order.blocks].view(chunk.shape)
+            codes[order.rows[start : start + len(chunk)]] = chunk
+            start += len(chunk)
 
 
 def _matrix(

@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -22,8 +22,9 @@ from transformers.core_model_loading import Concatenate
 from greenroom.core.layout import PLAIN, SlotLayout
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.header import StoredTensor
-from greenroom.hf.checkpoint.read import read_parts
+from greenroom.hf.checkpoint.read import BlockOrder, read_moved, read_parts
 from greenroom.hf.index.conversions import WeightConversion
+from greenroom.hf.index.gguf.order import OrderFinder
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.dense.stored import StoredMatrix, attach_matrix
 from greenroom.runtime.kernels.dense.table import DiskTable, RowsOnDisk, Shard, attach_table
@@ -38,13 +39,15 @@ class EncodedParameter:
     """A weight matrix that stays quantised in memory.
 
     modules: names of the linear layers and embeddings that share the matrix
-    tensors: name of the checkpoint's tensor
+    tensors: names of the checkpoint's tensors; several have some of the rows each
     stored:  layout of the matrix in memory
+    order:   order of rows and blocks in memory; None if it is that of the only tensor
     """
 
     modules: tuple[str, ...]
-    tensors: tuple[str]
+    tensors: tuple[str, ...]
     stored: StoredMatrix
+    order: BlockOrder | None
 
     def detach(self, model: PreTrainedModel) -> None:
         """Remove the `weight` parameter of the modules, and attach the quantised matrix to them.
@@ -61,8 +64,13 @@ class EncodedParameter:
 
         `empty` allocates the memory, like `torch.empty`. Raises CheckpointError if reading fails.
         """
-        (name,), parts = self.tensors, self.stored.allocate(empty)
-        read_parts(checkpoint.files, name, checkpoint.tensors[name], parts)
+        parts, stored = self.stored.allocate(empty), checkpoint.tensors
+        if self.order is None:
+            (name,) = self.tensors
+            read_parts(checkpoint.files, name, stored[name], parts)
+        else:
+            tensors = {name: stored[name] for name in self.tensors}
+            read_moved(checkpoint.files, tensors, self.order, parts[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,18 +187,24 @@ def find_encoded_parameters(
     """
     encoded: dict[str, EncodedParameter] = {}
     tied = dict(model.all_tied_weights_keys)
-    used = _used_by_code(model)
+    used, orders = _used_by_code(model), OrderFinder(model)
     for target, conversion in conversions.items():
         names = [name for group in conversion.sources.values() for name in group]
-        if conversion.converter is not None or len(names) != 1:
-            continue
         group = _tied_parameters(target, tied)
         if not all(_is_used_by_layer_only(model, name, used) for name in group):
             continue
-        stored = _stored(checkpoint.tensors[names[0]], dtype)
+        tensors, order = [checkpoint.tensors[name] for name in names], None
+        matrix = tensors[0]
+        if conversion.converter is not None:
+            if (order := orders.find(conversion, tensors)) is None:
+                continue
+            rows = len(order.rows)
+            shape, codes = (rows, matrix.shape[1]), (rows, matrix.codes[1])
+            matrix = replace(matrix, shape=shape, codes=codes)
+        stored = _stored(matrix, dtype)
         if stored is not None and not stored.unsupported_reason:
             modules = tuple(name.rpartition(".")[0] for name in group)
-            encoded[target] = EncodedParameter(modules, (names[0],), stored)
+            encoded[target] = EncodedParameter(modules, tuple(names), stored, order)
     return encoded
 
 
