@@ -32,9 +32,9 @@ VOCAB = 64
 WIDTHS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Architectures that release 9993 of llama.cpp does not know.
-NEWER = {"qwen4_exp_text"}
+NEWER = {"bailing_hybrid", "qwen4_exp_text"}
 # Options of the converter, for an architecture.
-OPTIONS = {"qwen4_exp_text": ["--no-mtp"]}
+OPTIONS = {"bailing_hybrid": ["--no-mtp"], "qwen4_exp_text": ["--no-mtp"]}
 # The text model in these is that of another model type, whose checkpoints have the vision tower.
 SAME = {"gemma4_text", "llama4_text", "qwen3_5_moe_text"}
 INDEXED = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}
@@ -43,6 +43,15 @@ SIZES: dict[str, dict[str, Any]] = {
     "afmoe": {
         "num_hidden_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "bailing_hybrid": {
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "head_dim": 8,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
     },
     "dbrx": {
         "intermediate_size": None,
@@ -114,6 +123,13 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 # Keys of the hub's config.json that the converter reads and transformers does not write.
 HUB: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "no_kda_lora": True,
+        "gated_attention_proj_granularity_type": "head_wise",
+        "moe_shared_expert_intermediate_size": 16,
+        "norm_topk_prob": True,
+    },
     "deepseek_v4": {
         "num_hash_layers": 1,
         "compress_ratios": [0, 4, 8],

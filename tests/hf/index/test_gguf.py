@@ -20,7 +20,12 @@ from greenroom.hf.checkpoint import gguf_file
 from greenroom.hf.checkpoint.gguf.architectures import NO_FORMAT, SERVED, UNREAD, gguf_name
 from greenroom.hf.checkpoint.resolve import open_checkpoint
 from greenroom.hf.index import catalog
-from greenroom.hf.index.gguf.values import JoinByKeyHead, JoinKeysAndValues, UnpermuteRows
+from greenroom.hf.index.gguf.values import (
+    JoinByKeyHead,
+    JoinKeysAndValues,
+    LogMagnitude,
+    UnpermuteRows,
+)
 from greenroom.hf.model.architectures import architectures
 from greenroom.hf.model.skeleton import ModelSkeleton
 from tests.gguf_architectures import FOLDER
@@ -66,6 +71,17 @@ def test_projections_by_key_head() -> None:
         linear_num_key_heads=2, linear_key_head_dim=1,
     )  # fmt: skip
     assert torch.equal(joined, whole)
+
+
+def test_logarithms_are_those_of_bfloat16_numbers_where_they_can_be() -> None:
+    """Of all bfloat16 numbers from -4 to 4, by either sign; others are near."""
+    numbers = torch.arange(-512, 513) / 128
+    numbers = numbers.bfloat16().float()
+    for sign in (1, -1):
+        assert torch.equal(undo(LogMagnitude(), sign * numbers.exp()), numbers)
+    others = numbers + 0.0007
+    assert torch.allclose(undo(LogMagnitude(), others.exp()), others, 1e-6, 1e-6)
+    assert not torch.equal(others, others.bfloat16())
 
 
 # The table

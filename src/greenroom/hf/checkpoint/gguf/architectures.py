@@ -11,6 +11,7 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 # Folder in transformers/models -> GGUF's name of the architecture.
 SERVED = {
     "afmoe": "afmoe",
+    "bailing_hybrid": "bailingmoe3",
     "cohere2_moe": "cohere2moe",
     "dbrx": "dbrx",
     "deepseek_v2": "deepseek2",
@@ -58,7 +59,6 @@ SERVED = {
 _TOWER = "read with its vision tower only, which is in another GGUF file"
 _NEW = "newer than the llama.cpp that the tests compare with"
 UNREAD = {
-    "bailing_hybrid": _NEW,
     "deepseek_ocr2": _TOWER,
     "glm5_next": _NEW,
     "laguna": _NEW,

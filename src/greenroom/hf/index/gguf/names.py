@@ -33,7 +33,7 @@ RULES = tuple(
     )
 )
 # Names that gguf's table lacks: a parameter's name inside its layer -> GGUF's name. All of these
-# rules are applied, in this order.
+# rules are applied, in this order. Each name on the way is possible.
 EXCEPTIONS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -53,6 +53,11 @@ EXCEPTIONS = tuple(
         (r"_compressor_position_bias$", "_compressor_ape.weight"),
         (r"_compressor_(kv|gate)_proj\.", r"_compressor_\1."),
         (r"_compressor_kv_norm\.", "_compressor_norm."),
+        (r"^self_attn\.forget_gate\.A_log$", "ssm_a"),  # Ling 3
+        (r"^self_attn\.forget_gate\.dt_bias$", "ssm_dt.bias"),
+        (r"^self_attn\.forget_gate\.f_proj\.", "ssm_f_a."),
+        (r"^self_attn\.g_proj\.", "attn_gate."),
+        (r"^attn_gate\.", "ssm_g_a."),  # in layers with linear attention
         (r"^(attn|mlp)_hyper_connection\.", r"hc_\1_"),  # Qwen4
         (r"^hc_mlp_", "hc_ffn_"),
         (r"^(hc_\w+_)hc_norm\.", r"\1norm."),
@@ -76,6 +81,7 @@ MODEL_NAMES = tuple(
 )
 # Architectures that gguf does not know -> one with the same names.
 SAME_NAMES = {
+    "bailingmoe3": "kimi-linear",
     "cohere2moe": "dots1",
     "deepseek32": "glm-dsa",
     "deepseek4": "glm-dsa",
@@ -118,17 +124,17 @@ class GgufNames:
 
 
 def _exceptions(parameter: str) -> Iterator[str]:
-    """Yield the name in a GGUF file of a parameter that gguf's table lacks."""
+    """Yield possible names in a GGUF file of a parameter that gguf's table lacks."""
     for pattern, replacement in MODEL_NAMES:
         if match := pattern.search(parameter):
             yield match.expand(replacement)
     if (layer := layer_of(parameter)) is None:
         return
-    inner = changed = parameter.partition(f".{layer}.")[2]
+    inner = parameter.partition(f".{layer}.")[2]
     for pattern, replacement in EXCEPTIONS:
-        changed = pattern.sub(replacement, changed)
-    if changed != inner:
-        yield f"blk.{layer}.{changed}"
+        changed = pattern.sub(replacement, inner)
+        if changed != inner:
+            yield f"blk.{layer}.{(inner := changed)}"
 
 
 def layer_of(name: str) -> int | None:

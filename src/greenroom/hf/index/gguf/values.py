@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import Concatenate, ConversionOps
 from transformers.integrations.gguf.gguf_conversion_mapping import (
-    LogNegate,
     SubtractOne,
     TiledToGroupedInputs,
     TiledToGroupedRows,
@@ -26,6 +25,7 @@ Operations = Callable[[PreTrainedConfig], list[ConversionOps]]
 
 # Architectures whose rows of queries and keys llama.cpp's converter permutes for RoPE.
 PERMUTED = ("llama", "deepseek", "granitemoe", "granitehybrid", "nemotron_h_moe")
+ROUNDING = 2**-22  # relative: two or more float32 numbers, since libraries' exponentials differ
 NORMS_PLUS_ONE = ("qwen3next", "qwen35moe", "qwen4exp", "step35")
 
 
@@ -65,6 +65,20 @@ class Flatten(_OneTensor):
 
     def change(self, tensor: Tensor, config: Any) -> Tensor:
         return tensor.flatten()
+
+
+class LogMagnitude(_OneTensor):
+    """Operation that takes the logarithm of magnitudes: A of linear attention is exp or -exp.
+
+    A logarithm in float32 is not always the number whose exponential was stored. If that was a
+    bfloat16 number, it is found again: its exponential is the stored one but for rounding.
+    """
+
+    def change(self, tensor: Tensor, config: Any) -> Tensor:
+        magnitude = tensor.abs()
+        exact = magnitude.log()
+        short = exact.bfloat16().float()
+        return torch.where(torch.isclose(short.exp(), magnitude, ROUNDING, 0), short, exact)
 
 
 class JoinKeysAndValues(ConversionOps):
@@ -184,7 +198,7 @@ def _untile(operation: type[ConversionOps], per_head: bool = False, values_only:
 CHANGED = (
     ChangedValue(PERMUTED, r"\.attn_q\.", _heads),
     ChangedValue(PERMUTED, r"\.attn_k\.", _key_heads),
-    ChangedValue((), r"\.ssm_a$", lambda config: [LogNegate()]),
+    ChangedValue((), r"\.ssm_a$", lambda config: [LogMagnitude()]),
     ChangedValue((), r"\.ssm_norm\.weight$", lambda config: [Flatten()]),
     ChangedValue(NORMS_PLUS_ONE, r"(?<!ssm_)norm\.weight$", lambda config: [SubtractOne()]),
     ChangedValue(("qwen4exp",), r"\.ple_norm_\w+\.weight$", lambda config: [SubtractOne()]),
