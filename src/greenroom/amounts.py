@@ -60,6 +60,18 @@ class Amount:
         return self.nbytes
 
 
+def parse_memory(value: str | int, what: str) -> Amount:
+    """Parse a memory budget, and refuse a small number without a unit, such as `8`.
+
+    `what` is the option's name in errors. Raises BudgetError or UsageError as Amount.parse does.
+    """
+    amount = Amount.parse(value, what)
+    text = str(value).strip()
+    if amount.nbytes is not None and amount.nbytes < UNITS["M"] and text[-1:].isdigit():
+        raise UsageError(f"{what} is {text}, which are bytes: give a unit, as in {text}GiB")
+    return amount
+
+
 def bytes_check(what: str) -> Callable[[str | int, str], int]:
     """Return a function that parses an option's value as bytes, and refuses a share.
 

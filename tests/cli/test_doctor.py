@@ -67,7 +67,7 @@ def test_a_table_and_the_default_place(cli: Run, fast: Path):
         "disk, GB/s",
         "4 threads",
         "cpu, one expert, ms",
-        "as a simulated link:",
+        "estimates assume",
     ):
         assert shown in ran.out
     assert str(fast) in ran.out  # the folder that was measured
@@ -112,7 +112,12 @@ def test_what_a_model_would_do(cli: Run, fast: Path, folder: Path):
     ran = cli("doctor", folder)
     assert ran.code == 0, ran.err
     assert "measuring it quickly" in ran.err
-    for shown in ("all of it fits", "tokens/s", "take: greenroom run", "synthetic, with typical"):
+    for shown in (
+        "all of it fits",
+        "tokens/s",
+        "recommended: greenroom run",
+        "synthetic, with typical",
+    ):
         assert shown in ran.out
     again = cli("doctor", folder, "--json")
     assert "measuring" not in again.err

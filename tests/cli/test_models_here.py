@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
+from greenroom.cli.list import LONGEST_REMARK, Row, cells
 from tests.cli.conftest import Run
 from tests.hub_server import HubServer, use
 from tests.models import cached_tiny
@@ -39,7 +40,7 @@ def test_a_model_is_pulled_listed_planned_and_removed(cli: Run, server: HubServe
     ran = cli("pull", "tiny/gguf:q8_0")
     assert ran.code == 0
     assert "98.4 KiB in 2 files; 98.4 KiB downloaded in" in ran.out
-    assert "take: greenroom run tiny/gguf:q8_0" in ran.out
+    assert "run it: greenroom run tiny/gguf:q8_0" in ran.out
     assert "all of it was here already" in cli("pull", "tiny/gguf:q8_0").out
     found = cli("pull", "tiny/gguf:q8_0", "--json").json
     assert (found["downloaded"], found["files"]) == (0, 2)
@@ -145,3 +146,15 @@ def test_a_run_downloads_the_quantisation_that_it_names(cli: Run, server: HubSer
     ran = cli("run", "tiny/gguf:Q8_0", "Hi", *options)
     assert ran.code == 0, ran.err
     assert "gguf:Q8_0: 2 of 4 experts in slots" in ran.err
+
+
+def test_a_remark_of_the_list_is_short() -> None:
+    row = Row("a.gguf", "GGUF", 1, 1, Path("a.gguf"), problem="it is not supported; " + "a, " * 100)
+    memory, rate, remark = cells(row)
+    assert (memory, rate) == ("", "")
+    assert remark.startswith("it is not supported;")
+    assert remark.endswith(" ...")
+    assert len(remark) <= LONGEST_REMARK
+    row.least_memory = row.whole_memory = 1 << 20
+    row.fits, row.tpot_s = True, 4e-4
+    assert cells(row) == ("1 MiB", "2,500", "fits")

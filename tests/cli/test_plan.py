@@ -76,7 +76,7 @@ def test_a_plan_of_stand_ins_on_another_machine(cli: Run, folder: Path, home: Pa
     assert "synthetic, with typical" in ran.out
     assert "out of reach" in ran.out
     assert "the nearest TPOT is" in ran.out
-    assert "take: greenroom run" in ran.out
+    assert "recommended: greenroom run" in ran.out
 
 
 def test_runs_of_this_model_are_what_a_plan_goes_by(cli: Run, folder: Path, home: Path):

@@ -165,7 +165,7 @@ def table(rows: list[dict[str, Any]], harness: Harness) -> str:
     """Format the results of a benchmark as a table: means with 95 % intervals over rounds."""
     first = rows[0]["name"]
     header = ("system", "policy", "scope", "prefetch", "TPOT ms", f"of {first}", "TTFT s",
-              "miss ratio", "read a token", "stalled a token")  # fmt: skip
+              "miss ratio", "read per token", "stalled per token")  # fmt: skip
     lines = [
         (
             row["name"], row["policy"], _by_name(row["scope"]), row["prefetch"],

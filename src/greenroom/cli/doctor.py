@@ -108,7 +108,7 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
             f"the estimate is calibrated by {runs} measured runs of this model on this machine"
         )
     if fits:
-        lines.append(f"take: greenroom run {args.model}" + " --memory auto")
+        lines.append(f"recommended: greenroom run {args.model} --memory auto")
     if not local:
         lines.append(
             "the stored profile is of another machine: run `greenroom doctor` to measure this one"
@@ -147,7 +147,7 @@ def table(machine: Machine) -> str:
         ]  # fmt: skip
     for processor in machine.processors:
         lines += _processor(processor)
-    return "\n".join([*lines, f"{measured['seconds']:.1f} s"])
+    return "\n".join([*lines, f"measured in {measured['seconds']:.1f} s"])
 
 
 def _disk(disk: dict[str, Any], link: Link) -> list[str]:
@@ -162,9 +162,9 @@ def _disk(disk: dict[str, Any], link: Link) -> list[str]:
                 for size in sorted({size for size, _ in rates})
             ],
         ),
-        f"random reads {kind}, in {disk['path']}; as a simulated link:"
-        f" {link.bandwidth / 1e9:.2f} GB/s,"
-        f" latency {link.latency * 1e6:.0f} us, {link.lanes} lanes",
+        f"random reads {kind}, in {disk['path']}; estimates"
+        f" assume {link.bandwidth / 1e9:.2f} GB/s, a latency of {link.latency * 1e6:.0f} us and"
+        f" {link.lanes} read{'s' * (link.lanes > 1)} at a time",
         "",
     ]
 
@@ -182,10 +182,9 @@ def _processor(processor: Processor) -> list[str]:
         size = processor.expert.nbytes[0]
         handled = processor.fetch + processor.copy * size
         lines += [
-            f"in addition: {processor.layer * 1e3:.2f} ms for each layer, {handled * 1e3:.2f}"
-            " ms for"
-            f" each fetched expert of {show_bytes(size)},"
-            f" {processor.wake * COOLED * 1e3:.2f} ms after each wait of {COOLED * 1e3:g} ms",
+            f"overhead: {processor.layer * 1e3:.2f} ms per layer, {handled * 1e3:.2f} ms per"
+            f" fetched expert of {show_bytes(size)}, {processor.wake * COOLED * 1e3:.2f} ms after"
+            f" a wait of {COOLED * 1e3:g} ms",
             "",
         ]
     return lines

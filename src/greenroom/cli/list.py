@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.estimate.estimator import described, estimator_of, workload_of
@@ -16,12 +17,13 @@ from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress, quiet
 from greenroom.config import LoadConfig, show_bytes
 from greenroom.errors import GreenroomError
-from greenroom.sim.table import text_table
+from greenroom.sim.table import show_number, text_table
 
 if TYPE_CHECKING:
     from greenroom.core.machine import Machine
     from greenroom.hf.checkpoint.hub.cached import CachedModel
 
+LONGEST_REMARK = 100  # characters; the commands that open a model print the whole error
 HELP = "list the models on this machine: size, whether they fit its memory, and how fast"
 
 
@@ -75,7 +77,8 @@ def main(args: argparse.Namespace) -> None:
         return None
     print(text_table(
         ("model", "format", "size", "memory", "tokens/s", "remarks"),
-        [(row.name, row.format, show_bytes(row.nbytes), *cells(row)) for row in rows], left=2,
+        [(row.name, row.format, show_bytes(row.nbytes), *cells(row)) for row in rows],
+        left=(0, 1, 5),
     ))  # fmt: skip
     if machine is None and not args.no_plan:
         print("tokens/s need a profile of this machine: greenroom doctor --quick", file=sys.stderr)
@@ -88,10 +91,11 @@ def cells(row: Row) -> tuple[str, str, str]:
         share = f"{row.nbytes / row.total_bytes:.0%} of it: " if row.total_bytes else ""
         return "", "", f"incomplete, {share}greenroom pull {row.name}"
     if row.least_memory is None or row.whole_memory is None:
-        return "", "", row.problem
-    memory = f"{show_bytes(row.least_memory)} to {show_bytes(row.whole_memory)}"
+        return "", "", shorten(row.problem, LONGEST_REMARK, placeholder=" ...")
+    bounds = dict.fromkeys(map(show_bytes, (row.least_memory, row.whole_memory)))
+    memory = " to ".join(bounds)
     remark = "fits" if row.fits else "needs more memory than is free"
-    return memory, f"{1 / row.tpot_s:.3g}" if row.tpot_s else "", remark
+    return memory, show_number(1 / row.tpot_s) if row.tpot_s else "", remark
 
 
 def local_rows() -> list[Row]:

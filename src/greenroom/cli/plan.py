@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from greenroom.amounts import parse_memory
 from greenroom.cli.estimate.estimator import described, estimator_of, workload_of
 from greenroom.cli.estimate.machine import machine_of, memory_of, on_a_gpu, processor_for
 from greenroom.cli.estimate.show import as_json, facts_of, shown
@@ -17,7 +18,7 @@ from greenroom.cli.options.fields import add_options, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json, check_target, command_of, write_file
 from greenroom.cli.terminal.progress import model_progress
-from greenroom.config import Amount, LoadConfig, changed_options, flag
+from greenroom.config import LoadConfig, changed_options, flag
 from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def add_to(parser: Parser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     config = take(args, LoadConfig)
-    budget = Amount.parse(args.budget, "--memory")
+    budget = parse_memory(args.budget, "--memory")
     target = None if args.target_tpot is None else seconds(args.target_tpot)
     if args.output is not None:
         check_target(args.output)

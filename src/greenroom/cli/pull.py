@@ -57,4 +57,4 @@ def main(args: argparse.Namespace) -> None:
     if result.downloaded:
         how = f"{show_bytes(result.downloaded)} downloaded in {seconds:.1f} s, checksums are right"
     print(f"{args.model}: {show_bytes(result.nbytes)} in {result.files} files; {how}")
-    print(f"take: greenroom run {shlex.quote(args.model)}")
+    print(f"run it: greenroom run {shlex.quote(args.model)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from greenroom.amounts import Amount, bytes_check
+from greenroom.amounts import Amount, bytes_check, parse_memory
 from greenroom.config.tables import check_policy, check_predictor
 from greenroom.config.values import KERNELS, KV, PREDICT_IN, parse_device
 from greenroom.core.config.scheduler import TAU, SchedulerConfig
@@ -15,7 +15,7 @@ from greenroom.option import CACHE, MACHINE, MEMORY, PREFETCHING, at_least, opti
 def budget(value: str | int, name: str) -> None:
     """Check a memory budget: bytes, a share, or `auto`. UsageError if invalid."""
     if value != "auto":
-        Amount.parse(value, name)
+        parse_memory(value, name)
 
 
 def table_size(value: str | int, name: str) -> None:

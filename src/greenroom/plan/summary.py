@@ -10,7 +10,7 @@ from greenroom.core.machine import Machine
 from greenroom.plan.estimate import Estimate
 from greenroom.plan.model import Model
 from greenroom.plan.planner import Plan
-from greenroom.sim.table import show_time
+from greenroom.sim.table import show_number, show_time
 
 BUSY = 0.5  # share of the cores; a higher load spoils a measurement
 
@@ -126,7 +126,7 @@ def curve_row(estimate: Estimate) -> tuple[str, ...]:
         f"{estimate.capacity:,}",
         show_time(estimate.tpot),
         f"{show_time(estimate.low)} to {show_time(estimate.high)}",
-        f"{1 / estimate.tpot:.3g}",
+        show_number(1 / estimate.tpot),
         show_time(estimate.ttft),
     )
 
@@ -142,5 +142,5 @@ def comparison_row(estimate: Estimate) -> tuple[str, ...]:
     )
 
 
-COMPARISON_HEADER = ("settings", "TPOT", "range", "miss ratio", "read a token")
+COMPARISON_HEADER = ("settings", "TPOT", "range", "miss ratio", "read per token")
 CURVE_HEADER = ("memory", "experts in it", "TPOT", "range", "tokens/s", "TTFT")

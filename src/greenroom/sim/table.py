@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,26 @@ def show_time(seconds: float | None) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:,.2f} s"
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Format a table for a terminal; the first `left` columns are left-aligned, others right."""
+def show_number(value: float) -> str:
+    """Format a number with three significant digits, but all digits of its whole part."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
+def text_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], left: int | Container[int] = 1
+) -> str:
+    """Format a table for a terminal.
+
+    left: the columns that are left-aligned: the first ones, or those with the given indices;
+          others are right-aligned
+    """
+    left_aligned = range(left) if isinstance(left, int) else left
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
 
     def show(line: list[str]) -> str:
         cells = [
-            cell.ljust(width) if i < left else cell.rjust(width)
+            cell.ljust(width) if i in left_aligned else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         return "  ".join(cells).rstrip()
@@ -91,7 +103,7 @@ def _with_shares(row: Mapping[str, Any], experts: int) -> dict[str, Any]:
 
 
 def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}"
+    return f"{value:,}" if isinstance(value, int) else show_number(value)
 
 
 def _share(value: float) -> str:

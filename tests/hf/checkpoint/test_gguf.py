@@ -364,10 +364,11 @@ def longer_rows(path: Path) -> None:
         (patched(4, b"\0\0\0\3"), UnsupportedModel, "big-endian"),
         (patched(8, b"\xff" * 8), CheckpointError, "the GGUF header is cut off or damaged"),
         (patched(24, b"\xff" * 8), CheckpointError, "the GGUF header is cut off or damaged"),
+        (cut(0), CheckpointError, "the file is empty"),
         (cut(10), CheckpointError, "the file ends inside its header"),
         (cut(2000), CheckpointError, "the GGUF header is cut off or damaged"),
         (cut(200_000), CheckpointError, "truncated"),
-        (unknown_type, UnsupportedModel, "output_norm.weight has the unknown ggml type 77"),
+        (unknown_type, UnsupportedModel, "output_norm.weight has the ggml type 77"),
         (longer_rows, CheckpointError, "rows of 255 values, but Q8_0 needs a multiple of 32"),
     ],
 )
@@ -445,3 +446,7 @@ def test_which_file_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(NotAModel) as error:
         resolve(tmp_path)
     assert "a.gguf, b.gguf" in one_line(error)
+    for name in "cdefg":
+        (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")
+    with pytest.raises(NotAModel, match=r"e\.gguf and 2 more"):
+        resolve(tmp_path)

@@ -79,7 +79,7 @@ def shown(plan: Plan, facts: list[tuple[str, str]], source: str, options: str = 
     run = f"greenroom run {shlex.quote(source)} --memory {size}{options}"
     lines += [
         bottleneck(plan),
-        f"take: {run} {best.setting.flags()}",
+        f"recommended: {run} {best.setting.flags()}",
         f"TPOT {show_time(best.tpot)} ({show_time(best.low)} to {show_time(best.high)})"
         + ("" if plan.overrides_default else ", the defaults for this --memory"),
     ]

@@ -55,6 +55,14 @@ class Parser(argparse.ArgumentParser):
         """Format the help of all options of a command, in groups."""
         return super().format_help()
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments; an error about unknown ones names the help of the given command."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.prog = getattr(parsed, "command_name", self.prog)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
@@ -70,7 +78,7 @@ def add_commands(parser: Parser, dest: str, commands: Mapping[str, Any]) -> None
     for name, module in commands.items():
         command = below.add_parser(name, help=module.HELP, description=module.HELP)
         if hasattr(module, "main"):
-            command.set_defaults(main=module.main)
+            command.set_defaults(main=module.main, command_name=command.prog)
         module.add_to(command)
 
 

@@ -112,8 +112,10 @@ def model_in(folder: Path) -> Path | None:
     ]
     if len(models) > 1:
         names = ", ".join(path.name for path in models[:5])
+        more = f" and {len(models) - 5} more" if len(models) > 5 else ""
         raise NotAModel(
-            f"{folder}: the folder holds several GGUF models ({names}): give the path of one file"
+            f"{folder}: the folder holds several GGUF models ({names}{more}): give the path"
+            " of one file"
         )
     if not models and (late := next(folder.glob("*.gguf"), None)):
         return late  # not the first file of a split model: opening it names the missing one
@@ -151,6 +153,8 @@ def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, StoredTe
     with read_errors(path), open(path, "rb") as stream:
         size = path.stat().st_size
         start = stream.read(24)
+    if not start:
+        raise CheckpointError(f"{path}: the file is empty: download it again")
     if start[:4] != b"GGUF":
         raise NotAModel(f"{path}: not a GGUF file: it does not begin with GGUF")
     if len(start) < 24:
@@ -310,8 +314,8 @@ def _stored(
         ggml = GGMLQuantizationType(kind)
     except ValueError as error:
         raise UnsupportedModel(
-            f"{path}: the tensor {name} has the unknown ggml type {kind}: try a newer gguf package"
-            " (pip install -U gguf)"
+            f"{path}: the tensor {name} has the ggml type {kind}, which Greenroom does not know"
+            " (forks such as ik_llama.cpp have types of their own): use another quantisation"
         ) from error
     block, nbytes = GGML_QUANT_SIZES[ggml]
     if not shape or shape[-1] % block:

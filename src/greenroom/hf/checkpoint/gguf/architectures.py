@@ -56,8 +56,8 @@ SERVED = {
 }
 
 # Architectures with a GGUF format that Greenroom does not read, with the reason.
-_TOWER = "read with its vision tower only, which is in another GGUF file"
-_NEW = "newer than the llama.cpp that the tests compare with"
+_TOWER = "since they need the vision tower, which is in another GGUF file"
+_NEW = "since they are newer than the llama.cpp that the tests compare with"
 UNREAD = {
     "deepseek_ocr2": _TOWER,
     "glm5_next": _NEW,
