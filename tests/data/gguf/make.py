@@ -32,11 +32,11 @@ VOCAB = 64
 WIDTHS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Architectures that release 9993 of llama.cpp does not know.
-NEWER = {"bailing_hybrid", "qwen4_exp_text"}
+NEWER = {"bailing_hybrid", "minimax_m3_vl", "qwen4_exp_text"}
 # Options of the converter, for an architecture.
 OPTIONS = {"bailing_hybrid": ["--no-mtp"], "qwen4_exp_text": ["--no-mtp"]}
 # The text model in these is that of another model type, whose checkpoints have the vision tower.
-SAME = {"gemma4_text", "llama4_text", "qwen3_5_moe_text"}
+SAME = {"gemma4_text", "llama4_text", "minimax_m3_vl_text", "qwen3_5_moe_text"}
 INDEXED = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}
 # Sizes in addition to those of tests/models.py.
 SIZES: dict[str, dict[str, Any]] = {
@@ -94,6 +94,19 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "q_lora_rank": None},
     "llama4": {"intermediate_size_mlp": 24, "num_hidden_layers": 2},
+    "minimax_m3_vl": {
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "dense_intermediate_size": 24,
+        "shared_intermediate_size": 16,
+        "intermediate_size": 16,
+        "rotary_dim": 4,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "mimo_v2_flash": {
         "layer_types": ["full_attention", "sliding_attention"],
         "num_hidden_layers": 2,
@@ -161,6 +174,19 @@ HUB: dict[str, dict[str, Any]] = {
         "hybrid_layer_pattern": [0, 1],
     },
     "minimax_m2": {"rotary_dim": 8},
+    "minimax_m3_vl": {
+        "text_config": {
+            "n_shared_experts": 1,
+            "moe_layer_freq": [0, 1],
+            "sparse_attention_config": {
+                "sparse_num_index_heads": 2,
+                "sparse_index_dim": 8,
+                "sparse_block_size": 4,
+                "sparse_topk_blocks": 2,
+                "sparse_local_block": 1,
+            },
+        }
+    },
     "mistral4": {"architectures": ["Mistral3ForConditionalGeneration"]},
     "nemotron_h": {"num_hidden_layers": 3, "mamba_d_head": 8, "hybrid_override_pattern": "ME*"},
     "phimoe": {

@@ -39,6 +39,7 @@ SERVED = {
     "mellum": "mellum",
     "mimo_v2_flash": "mimo2",
     "minimax_m2": "minimax-m2",
+    "minimax_m3_vl": "minimax-m3",
     "mistral4": "mistral4",
     "mixtral": "llama",
     "nemotron_h": "nemotron_h_moe",
@@ -62,7 +63,6 @@ UNREAD = {
     "deepseek_ocr2": _TOWER,
     "glm5_next": _NEW,
     "laguna": _NEW,
-    "minimax_m3_vl": _NEW,
     "unlimited_ocr": _TOWER,
 }
 

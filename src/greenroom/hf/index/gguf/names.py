@@ -65,6 +65,7 @@ EXCEPTIONS = tuple(
         (r"^(hc_\w+_)block_inject_weight\.", r"\1inject."),
         (r"^ple\.(\w+?)(_proj)?\.weight$", r"ple_\1.weight"),
         (r"^self_attn\.indexer\.([qk])_layernorm\.", r"indexer.\1_norm."),
+        (r"^self_attn\.indexer\.([qk]_(proj|norm))\.", r"indexer.\1."),  # MiniMax-M3
     )
 )
 # The same for names that GGUF has without a layer: a pattern in a parameter's full name.
@@ -87,6 +88,7 @@ SAME_NAMES = {
     "deepseek4": "glm-dsa",
     "hy_v3": "dots1",
     "mellum": "qwen3moe",
+    "minimax-m3": "dots1",
     "qwen4exp": "qwen35moe",
 }
 LAYER = re.compile(r"\.(\d+)\.")

@@ -26,7 +26,7 @@ Operations = Callable[[PreTrainedConfig], list[ConversionOps]]
 # Architectures whose rows of queries and keys llama.cpp's converter permutes for RoPE.
 PERMUTED = ("llama", "deepseek", "granitemoe", "granitehybrid", "nemotron_h_moe")
 ROUNDING = 2**-22  # relative: two or more float32 numbers, since libraries' exponentials differ
-NORMS_PLUS_ONE = ("qwen3next", "qwen35moe", "qwen4exp", "step35")
+NORMS_PLUS_ONE = ("minimax-m3", "qwen3next", "qwen35moe", "qwen4exp", "step35")
 
 
 class _OneTensor(ConversionOps):
@@ -224,8 +224,13 @@ SPLIT = (
         JoinConvolutions(),
     ),
     SplitParameter(
-        r"\.shared_mlp\.input_linear\.weight$",
+        r"\.(shared_mlp\.input_linear|shared_experts\.gate_up_proj)\.weight$",
         ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+        Concatenate(dim=0),
+    ),
+    SplitParameter(
+        r"\.mlp\.gate_up_proj\.weight$",
+        ("ffn_gate.weight", "ffn_up.weight"),
         Concatenate(dim=0),
     ),
     SplitParameter(
