@@ -32,7 +32,7 @@ VOCAB = 64
 WIDTHS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Architectures that release 9993 of llama.cpp does not know.
-NEWER = {"bailing_hybrid", "minimax_m3_vl", "qwen4_exp_text"}
+NEWER = {"bailing_hybrid", "laguna", "minimax_m3_vl", "qwen4_exp_text"}
 # Options of the converter, for an architecture.
 OPTIONS = {"bailing_hybrid": ["--no-mtp"], "qwen4_exp_text": ["--no-mtp"]}
 # The text model in these is that of another model type, whose checkpoints have the vision tower.
@@ -93,6 +93,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 2,
     },
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "q_lora_rank": None},
+    "laguna": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_attention_heads_per_layer": [8, 4],
+        "shared_expert_intermediate_size": 16,
+        "sliding_window": 8,
+    },
     "llama4": {"intermediate_size_mlp": 24, "num_hidden_layers": 2},
     "minimax_m3_vl": {
         "num_hidden_layers": 2,

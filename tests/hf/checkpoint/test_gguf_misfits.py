@@ -69,6 +69,7 @@ def refusal(path: Path) -> str:
         ("deepseek_v3", {"kv_lora_rank": 8}, "do not fit the config"),
         ("deepseek_v3", {"v_head_dim": 16}, "do not fit the config"),
         ("granitemoehybrid", {"mamba_d_state": 16}, "the config says"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 4]}, "has shape [64, 32], but the config"),
         ("gemma4", {"text_config": {"hidden_size": 64}}, "its hidden_size is 64, but embedding"),
         ("olmoe", {"hidden_size": "wide"}, "not a valid olmoe config"),
     ],

@@ -34,6 +34,7 @@ SERVED = {
     "hy_v3": "hy_v3",
     "jamba": "jamba",
     "kimi_linear": "kimi-linear",
+    "laguna": "laguna",
     "lfm2_moe": "lfm2moe",
     "llama4": "llama4",
     "mellum": "mellum",
@@ -62,7 +63,6 @@ _NEW = "since they are newer than the llama.cpp that the tests compare with"
 UNREAD = {
     "deepseek_ocr2": _TOWER,
     "glm5_next": _NEW,
-    "laguna": _NEW,
     "unlimited_ocr": _TOWER,
 }
 

@@ -87,6 +87,7 @@ SAME_NAMES = {
     "deepseek32": "glm-dsa",
     "deepseek4": "glm-dsa",
     "hy_v3": "dots1",
+    "laguna": "dots1",
     "mellum": "qwen3moe",
     "minimax-m3": "dots1",
     "qwen4exp": "qwen35moe",
