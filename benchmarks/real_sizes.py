@@ -18,10 +18,10 @@ this --memory answers a short prompt with --tokens tokens. shapes.py writes mode
     process %    peak of the process and of the files that it maps, of --memory
     cgroup %     peak of the cgroup with all its page cache, of --memory
 
---peer is llama.cpp's llama-completion (or an older llama-cli), which generates the same tokens, or
-its llama-bench, which generates from random tokens: routing is then not that of the recording. The
-peer runs with its file mapped, and with --no-mmap; --peer-tokens are fewer for a slow one. Its
-exact command is printed.
+--peer is llama.cpp's llama-completion, which generates the same tokens, or its llama-bench, which
+generates from random tokens: routing is then not that of the recording. The peer runs with its
+file mapped, and without (--load-mode none), for which it needs a version of autumn 2026 or later;
+--peer-tokens are fewer for a slow one. Its exact command is printed.
 """
 
 from __future__ import annotations
@@ -109,11 +109,12 @@ def greenroom_times(out: str) -> Times:
 def peer(args: argparse.Namespace, mapped: bool) -> list[str]:
     """The peer's command, with its file mapped or read."""
     common = [str(args.peer), "-m", str(args.model), "-t", str(args.threads), "--no-warmup",
+              "--load-mode", "mmap" if mapped else "none",
               "-n", str(args.peer_tokens or args.tokens)]  # fmt: skip
     if args.peer.name == "llama-bench":
-        return [*common, "-p", "16", "-r", "1", "-mmp", str(int(mapped)), "-o", "json"]
+        return [*common, "-p", "16", "-r", "1", "-o", "json"]
     plain = ["-p", PROMPT, "--temp", "0", "-no-cnv", "--ignore-eos", "-c", "4096", "--seed", "1"]
-    return [*common, *plain, *([] if mapped else ["--no-mmap"])]
+    return [*common, *plain]
 
 
 def peer_times(program: Path, out: str, err: str) -> Times:
@@ -161,7 +162,7 @@ def rows(args: argparse.Namespace) -> Iterator[list[str]]:
     engines: list[tuple[str, bool]] = [("Greenroom", True)]
     if args.peer is not None:
         note(f"{args.peer}: {version(args.peer)}")
-        engines += [("llama.cpp, mmap", True), ("llama.cpp, --no-mmap", False)]
+        engines += [("llama.cpp, mmap", True), ("llama.cpp, no mmap", False)]
     for memory in args.memory:
         for engine, mapped in engines:
             ours = engine == "Greenroom"
