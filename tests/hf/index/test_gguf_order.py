@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from greenroom.hf.model.skeleton import ModelSkeleton
-from greenroom.runtime.kernels.dense.stored import stored_matrix
+from greenroom.runtime.kernels.dense.stored import JoinedMatrix, stored_matrix
 from tests.gguf_models import write
 from tests.hf.index.test_gguf import rewritten
 from tests.hf.index.test_gguf_architectures import PROMPT
 from tests.hf.model.test_dense import served
 
 DENSE = ("attn_q.", "attn_k.", "attn_qkv.", "attn_gate.", "gate_shexp.", "up_shexp.")
+
+
+# Latent attention whose rows are blocks of 32: config, and tensors of a layer.
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_head_dim": 40}
+SHAPES = {
+    "attn_q_b": (160, 16),
+    "attn_kv_a_mqa": (40, 32),
+    "attn_kv_a_norm": (32,),
+    "attn_k_b": (4, 32, 32),
+    "attn_v_b": (4, 8, 32),
+}
 
 
 def compared(path: Path) -> set[str]:
@@ -61,9 +75,53 @@ def test_moved_rows(tmp_path: Path, name: str, layers: set[str]) -> None:
     assert compared(path) == layers
 
 
-def test_rows_of_two_types_are_expanded(tmp_path: Path) -> None:
-    path = rewritten(tmp_path, "qwen3_next", types={"attn_qkv.": "Q8_0", "attn_gate.": "Q5_0"})
-    assert compared(path) == set()
+def wide(folder: Path, name: str, types: dict[str, str]) -> Path:
+    """A converted model with matrices of these types; latent attention has longer rows."""
+    random = np.random.default_rng(0)
+
+    def widen(tensors: dict[str, np.ndarray]) -> None:
+        for key in tensors:
+            if (part := key.removesuffix(".weight").rpartition(".")[2]) in SHAPES:
+                tensors[key] = random.normal(0, 0.2, SHAPES[part]).astype(np.float32)
+
+    path = rewritten(folder, name, widen, types)
+    config = json.loads((folder / "config.json").read_text())
+    config |= LATENT if "kv_lora_rank" in config else {}
+    (folder / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "types", "layers", "plain"),
+    [
+        ("qwen3_next", {"attn_qkv.": "Q8_0", "attn_gate.": "Q5_0"}, (0, 2), []),
+        ("qwen3_next", {"attn_qkv.": "BF16", "attn_gate.": "Q5_0"}, (0, 2), [0]),
+        ("deepseek_v3", {"attn_v_b.": "Q8_0", "attn_k_b": "Q5_0"}, (0, 1, 2), [0]),
+        ("glm4_moe_lite", {"attn_v_b.": "IQ4_NL"}, (0, 1, 2), [0]),
+    ],
+)
+def test_rows_in_parts(
+    tmp_path: Path, name: str, types: dict[str, str], layers: tuple[int, ...], plain: list[int]
+) -> None:
+    """Rows of two types, and keys of latent attention, which are stored transposed."""
+    path = wide(tmp_path, name, types)
+    module = "linear_attn.in_proj_qkvz" if name == "qwen3_next" else "self_attn.kv_b_proj"
+    assert compared(path) == {f"{n}.{module}" for n in layers}
+    logits = []
+    for stored in (False, True):
+        with served(path, stored, kernels="rounded") as model:
+            matrix = stored_matrix(model.get_submodule(f"model.layers.{layers[0]}.{module}"))
+            assert isinstance(matrix, JoinedMatrix) == stored
+            if isinstance(matrix, JoinedMatrix):
+                assert [n for n, p in enumerate(matrix.parts) if isinstance(p, Tensor)] == plain
+            for tokens in (PROMPT, PROMPT[:, :1], torch.cat([PROMPT] * 3, 1)):
+                logits.append(model(input_ids=tokens, use_cache=False).logits)
+    for expanded, joined in zip(logits[:3], logits[3:], strict=True):
+        assert torch.equal(expanded, joined)
+
+
+def test_transposed_keys_alone_are_expanded(tmp_path: Path) -> None:
+    assert compared(wide(tmp_path, "deepseek_v3", {"attn_k_b.": "Q8_0"})) == set()
 
 
 @pytest.mark.parametrize(("kind", "stays"), [("Q8_0", True), ("IQ4_NL", True), ("Q5_K", False)])

@@ -17,7 +17,8 @@ from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.checkpoint.header import StoredTensor
 from greenroom.hf.load.load import load
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.hf.model.dense import _stored, _used_by_code
+from greenroom.hf.model.dense import _used_by_code
+from greenroom.hf.model.encoded import encoded_matrix
 from greenroom.hf.model.reference import load_reference_model
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.kernels.dense.stored import StoredMatrix, stored_matrix
@@ -182,4 +183,4 @@ def test_a_matrix_whose_last_block_is_short_is_expanded(rows: int, stays: bool) 
     matrix = StoredTensor(
         0, "float8_e4m3fn", shape, 8, rows * 128, "fp8", shape, unit=128, companions=(scale,)
     )
-    assert (_stored(matrix, torch.bfloat16) is not None) is stays
+    assert (encoded_matrix(matrix, torch.bfloat16) is not None) is stays

@@ -7,7 +7,7 @@ would be in memory twice. Casts and dequantisation work in small chunks for the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -74,37 +74,31 @@ def read_parts(
 
 @dataclass(frozen=True, slots=True)
 class BlockOrder:
-    """The order of rows and blocks in a matrix that stored matrices make up.
+    """The order of a stored matrix's rows and blocks in a matrix in memory.
 
-    rows:   the row in the matrix of each stored row; stored matrices lie below each other
+    places: the row in memory of each stored row
     blocks: the stored block of each block of a row; None if the blocks of a row are in order
     """
 
-    rows: Tensor
-    blocks: Tensor | None
+    places: Tensor
+    blocks: Tensor | None = None
 
 
 def read_moved(
-    files: Sequence[str],
-    stored: Mapping[str, StoredTensor],
-    order: BlockOrder,
-    codes: Tensor,
+    files: Sequence[str], name: str, stored: StoredTensor, order: BlockOrder, codes: Tensor
 ) -> None:
-    """Read the codes of quantised matrices into one existing tensor, in another order.
+    """Read a quantised matrix into rows of an existing tensor, in another order.
 
-    `stored` are the matrices by name, none of which has scales in other tensors.
+    The matrix has no scales in other tensors. `files` and `name` are those of `read_tensor`.
     """
-    start = 0
-    for name, tensor in stored.items():
-        (part,), rows = tensor.parts, tensor.shape[0]
-        step = max(1, CHUNK // (part.nbytes // rows))
-        for first in range(0, rows, step):
-            chunk = read_tensor(files, name, part.rows(first, min(step, rows - first)))
-            if order.blocks is not None:
-                blocks = chunk.view(len(chunk), len(order.blocks), -1)
-                chunk = blocks[:, order.blocks].view(chunk.shape)
-            codes[order.rows[start : start + len(chunk)]] = chunk
-            start += len(chunk)
+    (part,), rows = stored.parts, stored.shape[0]
+    step = max(1, CHUNK // (part.nbytes // rows))
+    for first in range(0, rows, step):
+        chunk = read_tensor(files, name, part.rows(first, min(step, rows - first)))
+        if order.blocks is not None:
+            blocks = chunk.view(len(chunk), len(order.blocks), -1)
+            chunk = blocks[:, order.blocks].view(chunk.shape)
+        codes[order.places[first : first + len(chunk)]] = chunk
 
 
 def _matrix(

@@ -12,65 +12,25 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate
 
-from greenroom.core.layout import PLAIN, SlotLayout
+from greenroom.core.layout import PLAIN
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.header import StoredTensor
-from greenroom.hf.checkpoint.read import BlockOrder, read_moved, read_parts
 from greenroom.hf.index.conversions import WeightConversion
 from greenroom.hf.index.gguf.order import OrderFinder
+from greenroom.hf.model.encoded import EncodedParameter, JoinedParameter, encoded_parameter
 from greenroom.runtime.encodings import ENCODINGS
-from greenroom.runtime.kernels.dense.stored import StoredMatrix, attach_matrix
 from greenroom.runtime.kernels.dense.table import DiskTable, RowsOnDisk, Shard, attach_table
 
 WEIGHT = r"(?<![\"\w.])\w+(?:\.\w+)*\.(\w+)\.weight\b"  # use of a submodule's weight
 ATTRIBUTES = r"\.(?:device|dtype|shape)\b"  # of a weight; a table on disk has them too
 _ROUTERS = {"gate", "router"}  # routers stay torch layers: they decide which experts are chosen
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedParameter:
-    """A weight matrix that stays quantised in memory.
-
-    modules: names of the linear layers and embeddings that share the matrix
-    tensors: names of the checkpoint's tensors; several have some of the rows each
-    stored:  layout of the matrix in memory
-    order:   order of rows and blocks in memory; None if it is that of the only tensor
-    """
-
-    modules: tuple[str, ...]
-    tensors: tuple[str, ...]
-    stored: StoredMatrix
-    order: BlockOrder | None
-
-    def detach(self, model: PreTrainedModel) -> None:
-        """Remove the `weight` parameter of the modules, and attach the quantised matrix to them.
-
-        The attribute `weight` of each module becomes None.
-        """
-        for name in self.modules:
-            module = model.get_submodule(name)
-            attach_matrix(module, self.stored)
-            module._is_hf_initialized = True  # or transformers would initialise the detached weight
-
-    def load(self, checkpoint: Checkpoint, empty: Callable[..., torch.Tensor]) -> None:
-        """Read the quantised matrix from the checkpoint into memory.
-
-        `empty` allocates the memory, like `torch.empty`. Raises CheckpointError if reading fails.
-        """
-        parts, stored = self.stored.allocate(empty), checkpoint.tensors
-        if self.order is None:
-            (name,) = self.tensors
-            read_parts(checkpoint.files, name, stored[name], parts)
-        else:
-            tensors = {name: stored[name] for name in self.tensors}
-            read_moved(checkpoint.files, tensors, self.order, parts[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,32 +139,28 @@ def find_encoded_parameters(
     checkpoint: Checkpoint,
     conversions: dict[str, WeightConversion],
     dtype: torch.dtype,
-) -> dict[str, EncodedParameter]:
+) -> dict[str, EncodedParameter | JoinedParameter]:
     """Find the weight matrices, other than experts, that can stay quantised in memory.
 
     The model is on the meta device, and computes in `dtype`. `conversions` say from which tensors
     each parameter is made. Returns matrices by parameter name.
     """
-    encoded: dict[str, EncodedParameter] = {}
+    encoded: dict[str, EncodedParameter | JoinedParameter] = {}
     tied = dict(model.all_tied_weights_keys)
     used, orders = _used_by_code(model), OrderFinder(model)
     for target, conversion in conversions.items():
         names = [name for group in conversion.sources.values() for name in group]
+        tensors = [checkpoint.tensors[name] for name in names]
         group = _tied_parameters(target, tied)
-        if not all(_is_used_by_layer_only(model, name, used) for name in group):
+        if all(tensor.encoding == PLAIN for tensor in tensors) or not all(
+            _is_used_by_layer_only(model, name, used) for name in group
+        ):
             continue
-        tensors, order = [checkpoint.tensors[name] for name in names], None
-        matrix = tensors[0]
-        if conversion.converter is not None:
-            if (order := orders.find(conversion, tensors)) is None:
-                continue
-            rows = len(order.rows)
-            shape, codes = (rows, matrix.shape[1]), (rows, matrix.codes[1])
-            matrix = replace(matrix, shape=shape, codes=codes)
-        stored = _stored(matrix, dtype)
-        if stored is not None and not stored.unsupported_reason:
-            modules = tuple(name.rpartition(".")[0] for name in group)
-            encoded[target] = EncodedParameter(modules, tuple(names), stored, order)
+        owners = [name.rpartition(".")[0] for name in group]
+        modules = {owner: model.get_submodule(owner) for owner in owners}
+        parameter = encoded_parameter(modules, conversion, tensors, orders, dtype)
+        if parameter is not None:
+            encoded[target] = parameter
     return encoded
 
 
@@ -238,18 +194,3 @@ def _used_by_code(model: PreTrainedModel, harmless: str = "(?!)") -> set[str]:
             source = inspect.getsource(sys.modules[name])
             used.update(re.findall(f"{WEIGHT}(?!{harmless})", source))
     return used
-
-
-def _stored(tensor: StoredTensor, dtype: torch.dtype) -> StoredMatrix | None:
-    """Return the layout of a quantised matrix in memory; None if it must be dequantised."""
-    encoding = ENCODINGS.get(tensor.encoding)
-    if tensor.encoding == PLAIN or encoding is None or len(tensor.shape) != 2 or tensor.transposed:
-        return None
-    if tensor.codes[0] % tensor.unit:  # the last row of scales covers fewer outputs
-        return None
-    sizes = [("weight", tensor.codes, tensor.dtype)]
-    for kind, companion in zip(encoding.companions, tensor.companions, strict=True):
-        sizes.append((f"weight.{kind}", companion.shape, encoding.dtype(kind, companion.dtype)))
-    layout = SlotLayout.pack(sizes, {"weight": tensor.encoding}, str(dtype)[6:])
-    stored = StoredMatrix(layout, dtype)
-    return stored if stored.shape == tensor.shape else None

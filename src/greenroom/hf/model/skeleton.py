@@ -41,11 +41,11 @@ from greenroom.hf.index.gguf.conversions import gguf_conversions
 from greenroom.hf.model.architectures import class_of
 from greenroom.hf.model.construction import construct, remove_towers
 from greenroom.hf.model.dense import (
-    EncodedParameter,
     TableParameter,
     find_encoded_parameters,
     find_table_parameters,
 )
+from greenroom.hf.model.encoded import EncodedParameter, JoinedParameter
 from greenroom.hf.model.implementation import IMPLEMENTATION
 from greenroom.hf.model.lazy import LazyTensor, decode_gguf
 from greenroom.json_file import printable, read_object
@@ -53,6 +53,8 @@ from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.memory.arena import TensorArena
 
 log = logging.getLogger(__name__)
+
+DenseParameter = EncodedParameter | JoinedParameter | TableParameter
 
 
 @dataclass
@@ -71,7 +73,7 @@ class ModelSkeleton:
     _conversions: dict[str, WeightConversion]  # of the dense parameters
     _names: list[str]  # of all parameters, experts included
     # dense parameters that stay encoded in memory, or stay on disk
-    _encoded: dict[str, EncodedParameter | TableParameter] = field(default_factory=dict)
+    _encoded: dict[str, DenseParameter] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto") -> ModelSkeleton:
@@ -133,7 +135,7 @@ class ModelSkeleton:
             find_table_parameters(self.model, self.checkpoint, self._conversions, dtypes, least)
         )
 
-    def _detach_dense(self, parameters: Mapping[str, EncodedParameter | TableParameter]) -> None:
+    def _detach_dense(self, parameters: Mapping[str, DenseParameter]) -> None:
         for target, one in parameters.items():
             one.detach(self.model)
             del self._conversions[target]
@@ -162,7 +164,7 @@ class ModelSkeleton:
             for group in conversion.sources.values()
             for name in group
         ]
-        encoded = (one for one in self._encoded.values() if isinstance(one, EncodedParameter))
+        encoded = (one for one in self._encoded.values() if not isinstance(one, TableParameter))
         return names + [name for one in encoded for name in one.tensors]
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -20,12 +21,29 @@ from transformers.integrations.gguf.gguf_conversion_mapping import (
 
 from greenroom.core.layout import BLOCKS
 from greenroom.hf.checkpoint.header import StoredTensor
-from greenroom.hf.checkpoint.read import BlockOrder
 from greenroom.hf.index.conversions import WeightConversion
-from greenroom.hf.index.gguf.values import JoinByKeyHead, UnpermuteRows
-from greenroom.runtime.encodings import ENCODINGS
+from greenroom.hf.index.gguf.values import JoinByKeyHead, JoinKeysAndValues, UnpermuteRows
 
-MOVE_ROWS = (UnpermuteRows, TiledToGroupedRows, JoinByKeyHead)
+# Operations that only move rows -> the axis of the inputs of each of their tensors; the other axes
+# are rows.
+INPUT_AXES: dict[type[ConversionOps], tuple[int, ...]] = {
+    UnpermuteRows: (-1,),
+    TiledToGroupedRows: (-1,),
+    JoinByKeyHead: (-1, -1),
+    JoinKeysAndValues: (-2, -1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """The rows of a matrix that the rows of stored tensors are.
+
+    places: for each tensor, the row in the matrix of each stored row
+    axes:   for each tensor, the axis of the inputs; -1 if its rows can be moved as bytes
+    """
+
+    places: tuple[Tensor, ...]
+    axes: tuple[int, ...]
 
 
 @dataclass
@@ -35,43 +53,55 @@ class OrderFinder:
     model: Any
 
     def __post_init__(self) -> None:
-        self._orders: dict[Any, BlockOrder | None] = {}
+        self._orders: dict[Any, Any] = {}
 
-    def find(
-        self, conversion: WeightConversion, stored: Sequence[StoredTensor]
-    ) -> BlockOrder | None:
-        """Find the order in which a conversion puts the bytes of its quantised tensors.
+    def rows(self, conversion: WeightConversion, stored: Sequence[StoredTensor]) -> RowOrder | None:
+        """Find where a conversion puts the rows of its quantised tensors.
 
         `stored` are the tensors of `conversion.sources`, in their order. None if the conversion
-        does more than move rows and blocks, or if the tensors are no matrices of one encoding
-        without scales in other tensors.
+        does more than move rows.
         """
-        kinds = {(each.encoding, each.codes[1:]) for each in stored}
-        if len(kinds) > 1 or stored[0].encoding not in ENCODINGS:
-            return None
-        if any(len(each.shape) != 2 or each.companions for each in stored):
-            return None
-        key = id(conversion.converter), *((each.encoding, each.shape) for each in stored)
+        key = id(conversion.converter), "rows", *(each.shape for each in stored)
         if key not in self._orders:
-            self._orders[key] = self._find(conversion, stored)
-        return self._orders[key]
+            self._orders[key] = self._rows(conversion, stored)
+        order: RowOrder | None = self._orders[key]
+        return order
 
-    def _find(
+    def blocks(self, conversion: WeightConversion, stored: StoredTensor) -> Tensor | None:
+        """Find the order in which a conversion moves whole blocks of all rows.
+
+        Returns the stored block of each block; None if the conversion does anything else.
+        """
+        key = id(conversion.converter), stored.encoding, stored.shape
+        if key not in self._orders:
+            self._orders[key] = self._blocks(conversion, stored)
+        blocks: Tensor | None = self._orders[key]
+        return blocks
+
+    def _rows(
         self, conversion: WeightConversion, stored: Sequence[StoredTensor]
-    ) -> BlockOrder | None:
-        operations, columns = conversion.operations, stored[0].shape[1]
-        rows = sum(each.shape[0] for each in stored)
-        if all(map(_moves_rows, operations)):
-            numbers = torch.arange(rows).split([each.shape[0] for each in stored])
-            sources = self._convert(conversion, [part[:, None] for part in numbers])
-            return BlockOrder(sources[:, 0].argsort(), None)
-        if len(stored) == 1 and all(type(each) is TiledToGroupedInputs for each in operations):
-            width, _ = BLOCKS[stored[0].encoding]
-            (sources,) = self._convert(conversion, [torch.arange(columns)[None]])
-            blocks = sources.view(-1, width)[:, 0] // width
-            if torch.equal(sources, (blocks[:, None] * width + torch.arange(width)).flatten()):
-                return BlockOrder(torch.arange(rows), blocks)
-        return None
+    ) -> RowOrder | None:
+        operations = conversion.operations
+        axes = _input_axes(operations[0], len(stored))
+        if len(operations) > 1 or axes is None:
+            return None
+        numbers, end = [], 0
+        for each, axis in zip(stored, axes, strict=True):
+            rows = list(each.shape)
+            rows[axis] = 1
+            numbers.append(torch.arange(end, end + prod(rows)).view(rows))
+            end += prod(rows)
+        places = self._convert(conversion, numbers)[:, 0].argsort()
+        return RowOrder(places.split([each.numel() for each in numbers]), axes)
+
+    def _blocks(self, conversion: WeightConversion, stored: StoredTensor) -> Tensor | None:
+        if [type(each) for each in conversion.operations] != [TiledToGroupedInputs]:
+            return None
+        width, _ = BLOCKS[stored.encoding]
+        (sources,) = self._convert(conversion, [torch.arange(stored.shape[1])[None]])
+        blocks = sources.view(-1, width)[:, 0] // width
+        moved = (blocks[:, None] * width + torch.arange(width)).flatten()
+        return blocks if torch.equal(sources, moved) else None
 
     def _convert(self, conversion: WeightConversion, numbers: Sequence[Tensor]) -> Tensor:
         names = [name for group in conversion.sources.values() for name in group]
@@ -79,5 +109,7 @@ class OrderFinder:
         return conversion.convert(tensors, self.model, self.model.config)[conversion.targets[0]]
 
 
-def _moves_rows(operation: ConversionOps) -> bool:
-    return type(operation) in MOVE_ROWS or (type(operation) is Concatenate and operation.dim == 0)
+def _input_axes(operation: ConversionOps, tensors: int) -> tuple[int, ...] | None:
+    if type(operation) is Concatenate and operation.dim == 0:
+        return (-1,) * tensors
+    return INPUT_AXES.get(type(operation))

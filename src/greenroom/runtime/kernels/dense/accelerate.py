@@ -38,6 +38,7 @@ from greenroom.runtime.kernels.dense.patterns import find_sublayers
 from greenroom.runtime.kernels.dense.rotary import RotaryTables
 from greenroom.runtime.kernels.dense.stored import (
     EXPANDED,
+    JoinedMatrix,
     MatrixRecord,
     StoredMatrix,
     product_scratch,
@@ -126,7 +127,9 @@ def accelerate(
             accelerated.add("rotary", module, rotary.forward)
     for module in model.modules():
         if (stored := stored_matrix(module)) is not None:
-            if isinstance(module, nn.Embedding):
+            if isinstance(stored, JoinedMatrix):
+                accelerated.add("linear", module, joined_forward(module, stored, rounded))
+            elif isinstance(module, nn.Embedding):
                 accelerated.add("embedding", module, embedding_forward(module, stored))
             else:
                 accelerated.add("linear", module, linear_forward(module, stored, rounded))
@@ -252,6 +255,35 @@ def linear_forward(
             ),
         )
         enter(arguments.buffer_info()[0], wide)
+        return out
+
+    return forward
+
+
+def joined_forward(module: nn.Module, joined: JoinedMatrix, rounded: bool) -> Forward:
+    """Make a compiled forward of nn.Linear without bias, whose weight is in parts.
+
+    rounded: round the weights of encoded parts to the module's type before use
+    """
+    parameters, original, outputs = module._parameters, type(module).forward, joined.shape[0]
+    forwards = []
+    for part in joined.parts:
+        linear = nn.Linear(1, 1, bias=False, device="meta")
+        if isinstance(part, Tensor):
+            linear.weight = nn.Parameter(part, requires_grad=False)
+            forwards.append(linear_forward(linear))
+        else:
+            linear.register_parameter("weight", None)
+            forwards.append(linear_forward(linear, part, rounded))
+
+    @outside_graphs
+    def forward(input: Tensor) -> Tensor:
+        if parameters["weight"] is not None:
+            return original(module, input)
+        out = input.new_empty(*input.shape[:-1], outputs)
+        if not input.is_meta:
+            for multiply, places in zip(forwards, joined.places, strict=True):
+                out.index_copy_(-1, places, multiply(input))
         return out
 
     return forward

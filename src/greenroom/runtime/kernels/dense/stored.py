@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -136,6 +136,39 @@ class StoredMatrix:
         return out
 
 
+class JoinedMatrix:
+    """A dense weight matrix [outputs, inputs] whose rows are in several matrices.
+
+    It has the attributes of the tensor that it decodes to: `shape`, `dtype` and `device`.
+
+    parts:  the matrices, encoded or plain
+    places: for each part, the row in the weight matrix of each of its rows
+    """
+
+    def __init__(self, parts: Sequence[StoredMatrix | Tensor], places: Sequence[Tensor]) -> None:
+        """Describe a matrix in parts; plain ones are on the meta device until they are loaded."""
+        self.parts, self.places = list(parts), tuple(places)
+        self.dtype = parts[0].dtype
+        self.shape = torch.Size((sum(map(len, places)), parts[0].shape[1]))
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the parts: meta before they are loaded."""
+        return self.parts[0].device
+
+    def is_contiguous(self) -> bool:
+        """Return False: compiled kernels read the parts, not the matrix."""
+        return False
+
+    def decode(self) -> Tensor:
+        """Decode the parts, and join them to the weight that the module would have."""
+        out = torch.empty(self.shape, dtype=self.dtype)
+        for part, places in zip(self.parts, self.places, strict=True):
+            out[places] = part if isinstance(part, Tensor) else part.decode()
+        return out
+
+
 class MatrixRecord:
     """The description of a weight matrix that compiled kernels read, at `address`.
 
@@ -159,7 +192,7 @@ def _plain(weight: Tensor) -> WeightSpec:
     return SlotLayout.pack([("weight", tuple(weight.shape), name)]).weight("weight")
 
 
-def stored_matrix(module: nn.Module) -> StoredMatrix | None:
+def stored_matrix(module: nn.Module) -> StoredMatrix | JoinedMatrix | None:
     """Return the encoded matrix that a module has in place of its weight, or None."""
     return module.__dict__.get(STORED)
 
@@ -169,7 +202,7 @@ def weight_matrix(module: nn.Module) -> Any:
     return stored_matrix(module) or module._parameters["weight"]
 
 
-def attach_matrix(module: nn.Module, stored: StoredMatrix) -> None:
+def attach_matrix(module: nn.Module, stored: StoredMatrix | JoinedMatrix) -> None:
     """Replace a module's weight by a matrix in its checkpoint's encoding.
 
     The parameter `weight` becomes None.
@@ -183,7 +216,7 @@ def restore_weights(model: nn.Module) -> None:
 
     Modules that shared an encoded matrix share the parameter.
     """
-    parameters: dict[StoredMatrix, nn.Parameter] = {}
+    parameters: dict[StoredMatrix | JoinedMatrix, nn.Parameter] = {}
     for module in model.modules():
         stored = module.__dict__.pop(STORED, None)
         if stored is None:
@@ -202,9 +235,15 @@ def dense_bytes(model: nn.Module) -> int:
     sizes: dict[object, int] = {
         (t.data_ptr(), t.nbytes): t.nbytes for t in tensors if t.device.type != "meta"
     }
-    for matrix in filter(None, map(stored_matrix, model.modules())):
+    for matrix in _matrices(model):
         sizes[matrix] = matrix.nbytes
     return sum(sizes.values())
+
+
+def _matrices(model: nn.Module) -> Iterator[StoredMatrix | JoinedMatrix]:
+    for module in model.modules():
+        if (matrix := stored_matrix(module)) is not None:
+            yield matrix
 
 
 def any_stored(weights: Sequence[Tensor | StoredMatrix]) -> bool:
@@ -225,8 +264,7 @@ def all_readable(weights: Sequence[Tensor | StoredMatrix]) -> bool:
 
 def expanded_bytes(model: nn.Module) -> int:
     """Return the largest number of weight bytes that are decoded at once for many tokens."""
-    matrices = filter(None, map(stored_matrix, model.modules()))
-    sizes = (m.shape.numel() * m.dtype.itemsize for m in matrices)
+    sizes = (m.shape.numel() * m.dtype.itemsize for m in _matrices(model))
     return max((min(size, EXPANDED) for size in sizes), default=0)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from greenroom.errors import CheckpointError
-from greenroom.runtime.kernels.dense.stored import StoredMatrix, stored_matrix
+from greenroom.runtime.kernels.dense.stored import JoinedMatrix, StoredMatrix, stored_matrix
 
 TABLE = "_greenroom_table"  # name of a module's attribute
 
@@ -205,7 +205,7 @@ def table_of(module: nn.Module) -> DiskTable | None:
     return module.__dict__.get(TABLE)
 
 
-def stored_weight(module: nn.Module) -> StoredMatrix | DiskTable | None:
+def stored_weight(module: nn.Module) -> StoredMatrix | JoinedMatrix | DiskTable | None:
     """Return the object in place of a module's parameter `weight`, or None."""
     return stored_matrix(module) or table_of(module)
 
