@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import DynamicCache, QuantizedCache
@@ -10,6 +12,7 @@ import greenroom
 from greenroom.errors import BudgetError, UsageError
 from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv import kinds as kv_kinds
+from greenroom.hf.kv import sizes as kv_sizes
 from greenroom.hf.kv.kinds import CacheKind, cache_kind
 from greenroom.hf.kv.sizes import KVBytes, LayerSize, kv_bytes
 from greenroom.hf.load.budget import with_host_tier
@@ -176,3 +179,25 @@ def test_option_names_are_those_of_transformers(skeleton):
     assert away.generation_options == {"cache_implementation": "offloaded"}
     options = CacheKind("int2", 32).generation_options["cache_config"]
     assert options == {"backend": "quanto", "nbits": 2, "q_group_size": 32, "residual_length": 128}
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("qwen3_moe", 0.5), ("gemma4_text", 0.7), ("jetmoe", 1), ("nllb-moe", 0.7)]
+)
+def test_equal_modules_are_computed_once_for_the_sizes(name, share, monkeypatch):
+    model = ModelSkeleton.of(cached_tiny(name)).model
+    linear, calls = torch.nn.Linear.forward, []
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda m, x: calls.append(m) or linear(m, x))
+    once = outcome(model)
+    few = len(calls)
+    monkeypatch.setattr(kv_sizes, "_equal_modules_once", lambda model: nullcontext())
+    assert once == outcome(model)
+    assert few <= share * (len(calls) - few)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def outcome(model):
+    try:
+        return kv_sizes._layers(model, 64)
+    except NotImplementedError as error:
+        return str(error)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,12 @@ from torch import nn
 
 from greenroom.core.layout import SlotLayout
 from greenroom.runtime.kernels.dense.stored import StoredMatrix, attach_matrix, dense_bytes
-from greenroom.runtime.memory.system import peak_rss_bytes, rss_bytes
+from greenroom.runtime.memory.system import (
+    gc_paused,
+    peak_rss_bytes,
+    release_memory,
+    rss_bytes,
+)
 
 BLOCK_BYTES = 64 << 20
 HOLD = f"held = bytearray(b'x') * {BLOCK_BYTES}; print(flush=True); input()"
@@ -48,3 +55,33 @@ def test_dense_bytes_count_stored_matrices_and_shared_tensors_once() -> None:
     matrix = StoredMatrix(SlotLayout.pack([("weight", (32, 64), "float16")]), torch.float16)
     attach_matrix(model[2], matrix)
     assert dense_bytes(model) == 64 * 32 * 4 + 40 + matrix.nbytes
+
+
+class Cycle:
+    """An object that only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize("program_freezes", [False, True])
+def test_a_collection_while_loading_visits_new_objects_only(program_freezes: bool) -> None:
+    gc.unfreeze()  # what the fixture of all tests has frozen
+    gc.disable()
+    try:
+        old = weakref.ref(Cycle())
+        if program_freezes:
+            gc.freeze()
+        with gc_paused():
+            new = weakref.ref(Cycle())
+            release_memory()
+            assert new() is None
+            assert old() is not None
+        assert bool(gc.get_freeze_count()) == program_freezes
+        gc.collect()
+        assert (old() is None) != program_freezes
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()

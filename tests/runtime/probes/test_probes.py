@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from greenroom.errors import PredictorError
 from greenroom.runtime.probes import GateInputProbe, Router, RouterGates, find_routers
+from greenroom.runtime.probes import linear as probes
 from greenroom.runtime.probes.linear import find_linear
 from tests.models import VOCAB, make
 
@@ -231,6 +232,45 @@ def test_hooks_on_a_router_are_left_behind_when_it_is_tried() -> None:
     assert linear is not None
     assert linear.weight.data_ptr() == router.module.proj.weight.data_ptr()
     assert all(len(module._forward_hooks) == 1 for module in router.module.modules())
+
+
+class Ranked(nn.Module):
+    """A router that ranks by its logits, or by an object's choice, which no plain value tells."""
+
+    def __init__(self, sign: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16, generator=torch.Generator().manual_seed(2)))
+        self.sign, self.rows = [sign], list[int]()
+
+    def forward(self, x: Tensor) -> Any:
+        self.rows.append(len(x))
+        scores = x @ self.weight.T * self.sign[0]
+        return scores, *scores.topk(2)
+
+
+def test_the_next_router_of_a_kind_is_tried_on_a_few_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probes, "_FORMULAS", {})
+    modules = [Ranked(sign) for sign in (1.0, 1.0, -1.0, 1.0)]
+    found = [find_linear(Router(module, nn.Module(), 8)) for module in modules]
+    few, all_rows = probes.FEW_ROWS, probes.ROWS
+    assert [m.rows for m in modules] == [[all_rows], [few], [few, all_rows], [few]]
+    assert [each is not None for each in found] == [True, True, False, True]
+    assert found[3] is not None
+    assert found[3].weight.data_ptr() == modules[3].weight.data_ptr()
+
+
+def test_a_router_with_more_tensors_is_always_tried_on_all_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A correction of zeros in one layer does not tell which vector it is in the next."""
+    monkeypatch.setattr(probes, "_FORMULAS", {})
+    modules = [Ranked(1.0), Ranked(1.0)]
+    for module in modules:
+        module.register_buffer("correction", torch.zeros(8))
+        assert find_linear(Router(module, nn.Module(), 8)) is not None
+        assert module.rows == [probes.ROWS]
 
 
 class Holding:

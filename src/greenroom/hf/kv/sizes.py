@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from mmap import PAGESIZE
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -157,9 +162,65 @@ def _layers(model: PreTrainedModel, block: int) -> list[LayerSize]:
     options: dict[str, Any] = {"use_cache": True}
     if model.config.is_encoder_decoder:
         options = {"decoder_input_ids": ids}
-    with torch.no_grad():
+    model.eval()  # some models leave out random layers in training
+    with torch.no_grad(), _equal_modules_once(model):
         cache: Any = model(input_ids=ids, **options).past_key_values
     return [_layer(layer, block) for layer in layers_of(cache)]
+
+
+@contextmanager
+def _equal_modules_once(model: nn.Module) -> Iterator[None]:
+    """Compute only the first of equal submodules within this context, for passes on meta tensors.
+
+    Submodules are equal if they differ in the values of their weights only. A call with one tensor
+    then returns the result of the first call with a tensor of this shape, since on the meta device
+    a result is only a shape. Calls with further arguments, such as a KV cache, are computed.
+    """
+    kind_of: dict[nn.Module, int] = {}
+    _add_kinds(model, {}, kind_of)
+    counts = Counter(kind_of.values())
+    results: dict[Hashable, Any] = {}
+    changed = [m for m, kind in kind_of.items() if counts[kind] > 1 and "forward" not in vars(m)]
+    for module in changed:
+        module.forward = partial(_first_result, results, kind_of[module], module.forward)
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _add_kinds(
+    module: nn.Module, kinds: dict[Hashable, int], kind_of: dict[nn.Module, int]
+) -> None:
+    """Number the kinds of a module and of all its submodules.
+
+    Modules of a kind are equal but for the values of their weights.
+    """
+    for each in module.children():
+        if each not in kind_of:
+            _add_kinds(each, kinds, kind_of)
+    values = tuple(
+        (k, v) for k, v in vars(module).items() if isinstance(v, bool | int | float | str)
+    )
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    shapes = tuple((name, None if t is None else (t.shape, t.dtype)) for name, t in tensors)
+    inner = tuple(
+        (name, None if each is None else kind_of[each]) for name, each in module._modules.items()
+    )
+    kind = type(module), values, shapes, inner
+    kind_of[module] = kinds.setdefault(kind, len(kinds))
+
+
+def _first_result(
+    results: dict[Hashable, Any], kind: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if len(args) != 1 or kwargs or not isinstance(x := args[0], torch.Tensor):
+        return forward(*args, **kwargs)
+    key = kind, x.shape, x.stride(), x.dtype
+    if key not in results:
+        results[key] = forward(x)
+    return results[key]
 
 
 def _layer(layer: Any, block: int) -> LayerSize:

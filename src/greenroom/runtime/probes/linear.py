@@ -8,7 +8,7 @@ the function, are recognised by the router's results for random inputs.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -27,6 +27,7 @@ from greenroom.runtime.probes.routers import Router
 
 Floats = NDArray[np.float32]
 ROWS = 256  # random inputs
+FEW_ROWS = 12  # for a router whose kind is known; as many of each scale
 LEAST_AGREEMENT = 0.99  # share of the inputs; the rest may be ties
 MOST_GEMV_TOKENS = 4  # up to so many tokens, each is a matrix-vector product
 _COMPILED = {torch.bfloat16, torch.float16, torch.float32}
@@ -60,8 +61,18 @@ class Linear:
 
         [tokens, hidden] -> [tokens, experts]. The experts with the highest scores are chosen.
         """
+        return self.finish(self.product(inputs))
+
+    def product(self, inputs: Inputs) -> Floats:
+        """Compute weight @ (scale * x) from hidden states x.
+
+        [tokens, hidden] -> [tokens, experts].
+        """
         x = inputs if self.scale is None else inputs * self.scale
-        out = self._product(np.ascontiguousarray(x, np.float32))
+        return self._product(np.ascontiguousarray(x, np.float32))
+
+    def finish(self, out: Floats) -> Floats:
+        """Compute scores from the product with the weight, which may be overwritten."""
         if self.bias is not None:
             out += self.bias
         if (f := FUNCTIONS[self.function]) is not None:
@@ -95,28 +106,63 @@ def _address(x: Floats) -> int:
     return torch.from_numpy(x).data_ptr() if x.flags.writeable else x.ctypes.data
 
 
+_FORMULAS: dict[Hashable, int] = {}  # by kind of router with one tensor: the formula's number
+
+
 @torch.no_grad()
 def find_linear(router: Router) -> Linear | None:
     """Find a linear formula of a router's scores by trials with random inputs.
 
-    Returns None if no formula chooses the same experts as the router for 99 % of the inputs.
+    Returns None if no formula chooses the same experts as the router for 99 % of the inputs. The
+    next routers of a kind with one tensor, where formulas cannot be mistaken for each other, are
+    tried with the same formula on a few inputs: a model has one in each layer.
     """
     try:
-        exact = _exact(router)
-        forms = list(_forms(exact))
-        if not forms:
-            return None
-        x = random_inputs(forms[0].weight.shape[1])
-        _, chosen = exact(torch.from_numpy(x))
+        kind = _kind(router)
+        number = _find_formula(router, _FORMULAS.get(kind))
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
         return None  # its arguments or its result have another form
-    agreed = [_agreement(form.scores(x), chosen.numpy()) for form in forms]
-    best = int(np.argmax(agreed))
-    if agreed[best] < LEAST_AGREEMENT:
+    if number is None:
         return None
-    form = list(_forms(router))[best]  # the same formula, with the router's own tensors
-    form.scores(x[:1])  # compile it now, not during the first token
+    form = list(_forms(router))[number]  # the same formula, with the router's own tensors
+    if form.scale is form.bias is form.correction is None and len(kind[-1]) == 1:
+        _FORMULAS[kind] = number
+    form.scores(random_inputs(form.weight.shape[1])[:1])  # compile it now, not at the first token
     return form
+
+
+def _kind(router: Router) -> tuple[Any, ...]:
+    """What routers with the same function of their tensors have in common."""
+    module, plain = router.module, (bool, int, float, str)
+    values = tuple((k, v) for k, v in sorted(vars(module).items()) if isinstance(v, plain))
+    shapes = tuple((name, tensor.shape) for name, tensor in _tensors(router).items())
+    return type(module), type(module).forward, router.experts, values, shapes
+
+
+def _find_formula(router: Router, previous: int | None) -> int | None:
+    """Return the number in `_forms` of the formula that fits a router; None if none does.
+
+    `previous` is the number that fits another router of this kind.
+    """
+    exact = _exact(router)
+    forms = list(_forms(exact))
+    if not forms:
+        return None
+    x = random_inputs(forms[0].weight.shape[1])
+    if previous is not None:
+        chosen = exact(torch.from_numpy(x[:FEW_ROWS]))[1].numpy()
+        if _agreement(forms[previous].scores(x[:FEW_ROWS]), chosen) == 1:
+            return previous
+    chosen = exact(torch.from_numpy(x))[1].numpy()
+    products: dict[tuple[int, int], Floats] = {}  # by weight and scale: formulas share them
+    agreed = []
+    for form in forms:
+        key = id(form.weight), id(form.scale)
+        if key not in products:
+            products[key] = form.product(x)
+        agreed.append(_agreement(form.finish(products[key].copy()), chosen))
+    best = int(np.argmax(agreed))
+    return best if agreed[best] >= LEAST_AGREEMENT else None
 
 
 def _exact(router: Router) -> Router:
@@ -153,9 +199,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _forms(router: Router) -> Iterator[Linear]:
     """Yield every linear formula that a router's tensors allow, the simplest first."""
-    tensors = {**dict(router.module.named_parameters()), **dict(router.module.named_buffers())}
-    tensors |= router.arguments()
-    floats = [tensor.detach().cpu() for tensor in tensors.values() if tensor.is_floating_point()]
+    floats = [t.detach().cpu() for t in _tensors(router).values() if t.is_floating_point()]
     for weight in floats:
         if weight.dim() != 2 or weight.shape[0] < router.experts or weight.shape[1] == 1:
             continue
@@ -169,6 +213,12 @@ def _forms(router: Router) -> Iterator[Linear]:
                     for correction in [None] if function == "none" else vectors:
                         if correction is None or correction is not bias:
                             yield Linear(matrix, scale, bias, function, correction)
+
+
+def _tensors(router: Router) -> dict[str, Tensor]:
+    """Return all tensors that a router's scores may depend on, by name."""
+    module = router.module
+    return dict(module.named_parameters()) | dict(module.named_buffers()) | router.arguments()
 
 
 def _floats(vector: Tensor) -> Floats:

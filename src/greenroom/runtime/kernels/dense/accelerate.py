@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from inspect import signature
 from typing import Any
 
@@ -345,9 +346,7 @@ def norm_style(module: nn.Module) -> tuple[int, float] | None:
     if len(signature(type(module).forward).parameters) != 2:  # self and x; others take a gate too
         return None
     epsilons = {v for v in vars(module).values() if type(v) is float and 0 < v < 0.01}
-    random = torch.Generator().manual_seed(0)
-    scales = torch.tensor([1e-3, 1.0, 50.0])[:, None]
-    x = (torch.randn(3, weight.numel(), generator=random) * scales).to(weight.dtype)
+    x = _norm_inputs(weight.numel(), weight.dtype).clone()
     try:
         expected = module(x)
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
@@ -355,12 +354,18 @@ def norm_style(module: nn.Module) -> tuple[int, float] | None:
     if not isinstance(expected, Tensor) or expected.dtype != x.dtype or expected.shape != x.shape:
         return None
     for eps in epsilons:
-        matching = [
-            s for s, formula in NORMS.items() if torch.equal(formula(x, weight, eps), expected)
-        ]
-        if matching:
-            return matching[0], eps
+        for style, formula in NORMS.items():
+            if torch.equal(formula(x, weight, eps), expected):
+                return style, eps
     return None
+
+
+@lru_cache
+def _norm_inputs(columns: int, dtype: torch.dtype) -> Tensor:
+    """Return random inputs [3, columns] of three scales; a model has hundreds of equal norms."""
+    random = torch.Generator().manual_seed(0)
+    scales = torch.tensor([1e-3, 1.0, 50.0])[:, None]
+    return (torch.randn(3, columns, generator=random) * scales).to(dtype)
 
 
 def norm_forward(module: nn.Module, style: int, eps: float) -> Forward:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -249,19 +250,25 @@ def _find_router(
     The first router of a kind is tried on all inputs, the next ones on the smallest and the
     largest: a model has one in each layer.
     """
-    random = torch.Generator().manual_seed(0)
-    inputs = torch.randn(_TRIALS, *shape, generator=random)
-    scales = torch.logspace(-1, 1.5, _TRIALS).view(-1, *(1 for _ in shape))
-    inputs = (inputs * scales).to(dtype)
+    inputs = _inputs(shape, dtype)
     kind = _kind(module, shape, dtype)
     if (summed := _SETTINGS.get(kind)) is not None:
         router = _agreeing(module, inputs[[0, -1]], (summed,), 2)
         if router is not None:
             return router
-    router = _agreeing(module, inputs, (True, False), _AGREE)
+    router = _agreeing(module, inputs.clone(), (True, False), _AGREE)
     if router is not None:
         _SETTINGS[kind] = router.summed
     return router
+
+
+@lru_cache(maxsize=1)
+def _inputs(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Random inputs of a router, from small to large; the last ones are stored."""
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.randn(_TRIALS, *shape, generator=random)
+    scales = torch.logspace(-1, 1.5, _TRIALS).view(-1, *(1 for _ in shape))
+    return (inputs * scales).to(dtype)
 
 
 def _kind(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Hashable:
