@@ -32,7 +32,7 @@ VOCAB = 64
 WIDTHS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Architectures that release 9993 of llama.cpp does not know.
-NEWER = {"bailing_hybrid", "laguna", "minimax_m3_vl", "qwen4_exp_text"}
+NEWER = {"bailing_hybrid", "glm5_next", "laguna", "minimax_m3_vl", "qwen4_exp_text"}
 # Options of the converter, for an architecture.
 OPTIONS = {"bailing_hybrid": ["--no-mtp"], "qwen4_exp_text": ["--no-mtp"]}
 # The text model in these is that of another model type, whose checkpoints have the vision tower.
@@ -83,6 +83,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "gemma4": {
         "vocab_size_per_layer_input": VOCAB,
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+    "glm5_next": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "linear_num_heads": 4,
+        "index_topk": 8,
+        "hc_mult": 2,
     },
     "glm_moe_dsa": INDEXED,
     "granitemoehybrid": {
@@ -156,6 +164,19 @@ HUB: dict[str, dict[str, Any]] = {
     },
     "exaone_moe": {"architectures": ["ExaoneMoEForCausalLM"]},
     "gemma4": {"text_config": {"global_head_dim": 8}},
+    "glm5_next": {
+        "text_config": {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_attn_config": {
+                "num_heads": 4,
+                "head_dim": 8,
+                "short_conv_kernel_size": 4,
+                "gate_lower_bound": -5.0,
+            },
+            "mla_use_nope": True,
+            "first_k_dense_replace": 1,
+        }
+    },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hunyuan_v1_moe": {
         "moe_intermediate_size": [24, 24, 24],
@@ -319,6 +340,7 @@ def _converter() -> Callable[[str, Path, list[str]], str]:
     """Prepare llama.cpp's converter: returns a function (folder, file, options) -> its refusal."""
     import conversion
     import convert_hf_to_gguf
+    import gguf
     import transformers
 
     def vocabulary(converter: Any) -> None:
@@ -337,9 +359,12 @@ def _converter() -> Callable[[str, Path, list[str]], str]:
             if "set_vocab" in vars(each):
                 each.set_vocab = vocabulary
     log = logging.getLogger("hf-to-gguf")
+    blocks = dict(gguf.TensorNameMap.block_mappings_cfg)
 
     def run(folder: str, file: Path, options: list[str]) -> str:
         records = io.StringIO()
+        # gguf changes this dict for some architectures, which would reach those after them.
+        gguf.TensorNameMap.block_mappings_cfg = dict(blocks)
         log.addHandler(handler := logging.StreamHandler(records))
         kept, transformers.AutoConfig.from_pretrained = (
             transformers.AutoConfig.from_pretrained,

@@ -25,6 +25,7 @@ SERVED = {
     "glm4_moe": "glm4moe",
     "glm4_moe_lite": "deepseek2",
     "glm4v_moe": "glm4moe",
+    "glm5_next": "glm5-next",
     "glm_moe_dsa": "glm-dsa",
     "gpt_oss": "gpt-oss",
     "granitemoe": "granitemoe",
@@ -62,7 +63,6 @@ _TOWER = "since they need the vision tower, which is in another GGUF file"
 _NEW = "since they are newer than the llama.cpp that the tests compare with"
 UNREAD = {
     "deepseek_ocr2": _TOWER,
-    "glm5_next": _NEW,
     "unlimited_ocr": _TOWER,
 }
 

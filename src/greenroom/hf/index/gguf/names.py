@@ -66,6 +66,9 @@ EXCEPTIONS = tuple(
         (r"^ple\.(\w+?)(_proj)?\.weight$", r"ple_\1.weight"),
         (r"^self_attn\.indexer\.([qk])_layernorm\.", r"indexer.\1_norm."),
         (r"^self_attn\.indexer\.([qk]_(proj|norm))\.", r"indexer.\1."),  # MiniMax-M3
+        (r"^self_attn\.indexer\.w(q_b|k)\.", r"indexer.attn_\1."),  # GLM-5.3
+        (r"^self_attn\.indexer\.weights_proj\.", "indexer.proj."),
+        (r"^self_attn\.indexer\.index_kpool_compress_(\w+)$", r"indexer_compressor_\1.weight"),
     )
 )
 # The same for names that GGUF has without a layer: a pattern in a parameter's full name.
@@ -86,6 +89,7 @@ SAME_NAMES = {
     "cohere2moe": "dots1",
     "deepseek32": "glm-dsa",
     "deepseek4": "glm-dsa",
+    "glm5-next": "kimi-linear",
     "hy_v3": "dots1",
     "laguna": "dots1",
     "mellum": "qwen3moe",
