@@ -25,10 +25,15 @@ from greenroom.hf.checkpoint.pack.catalog import PackCatalog, catalog_of
 from greenroom.hf.checkpoint.pack.format import HEADER, PackLayer
 from greenroom.hf.checkpoint.pack.reading import Pack
 from greenroom.hf.index.blocks import Block, derive_blocks
-from greenroom.hf.index.columns import SourceTensor, mixed_types_error, source_tensors
+from greenroom.hf.index.columns import (
+    SourceTensor,
+    StackedTensors,
+    mixed_types_error,
+    source_tensors,
+)
 from greenroom.hf.index.conversions import WeightConversion
 from greenroom.hf.index.experts import StreamedParameter
-from greenroom.hf.index.extents import arranged_copy, copy_of, elements_of, extents_of
+from greenroom.hf.index.extents import arranged_copy, between, copy_of, elements_of, extents_of
 from greenroom.runtime.encodings import ENCODINGS
 
 
@@ -114,15 +119,15 @@ class _Indexer:
             for plan in _copies(part.stored, i, blocks_of, layout)
         ]
         shared: dict[Any, tuple[Copy, ...]] = {}
-        table = [
-            extents_of(
-                [s for by_expert in parts for p in by_expert[e] for s in p.stored.parts],
-                plans,
-                shared,
-            )
-            for e in range(experts)
-        ]
-        return table, layout
+
+        def extents(e: int) -> tuple[Extent, ...]:
+            tensors = [s for by_expert in parts for p in by_expert[e] for s in p.stored.parts]
+            return extents_of(tensors, plans, shared)
+
+        table = None
+        if all(isinstance(by_expert, StackedTensors) for by_expert in parts):
+            table = between(extents(0), extents(experts - 1), experts)
+        return table or [extents(e) for e in range(experts)], layout
 
     def _conversions(self, layer: list[StreamedParameter]) -> list[WeightConversion]:
         names = {streamed.full_name for streamed in layer}
@@ -147,14 +152,14 @@ class _Indexer:
     def _check_equal(
         self,
         conversions: list[WeightConversion],
-        parts: list[list[list[SourceTensor]]],
+        parts: list[Sequence[list[SourceTensor]]],
         layer: list[StreamedParameter],
     ) -> None:
         """Check that all experts of a layer have tensors of equal shapes and types."""
         for conversion, by_expert in zip(conversions, parts, strict=True):
             if len({part.stored.encoding == PLAIN for part in by_expert[0]}) > 1:
                 raise self._mixed_error(by_expert[0], conversion.targets[0])
-            if (
+            if isinstance(by_expert, StackedTensors) or (
                 len({tuple((part.shape, part.kind) for part in tensors) for tensors in by_expert})
                 == 1
             ):
@@ -260,7 +265,7 @@ def _copies(
 def _layout(
     layer: list[StreamedParameter],
     order: list[str],
-    parts: list[list[list[SourceTensor]]],
+    parts: list[Sequence[list[SourceTensor]]],
     blocks: list[dict[str, list[Block]]],
 ) -> SlotLayout:
     """Return the layout of an expert's memory slot, in the order of its bytes on disk.

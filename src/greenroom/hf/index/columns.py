@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import overload
 
 from greenroom.core.layout import BLOCKS, FLOATS, PLAIN
 from greenroom.errors import CheckpointError, UnsupportedModel
@@ -40,19 +41,55 @@ class SourceTensor:
         return self.stored.encoding + (f" with scales in {scales}" if scales else "")
 
 
+class StackedTensors(Sequence[list[SourceTensor]]):
+    """Slices of fused tensors, as [expert][tensor]; all experts have equal shapes and types.
+
+    A slice is made when it is asked for: a model may have 10,000 experts.
+    """
+
+    def __init__(self, columns: Sequence[_Stack], experts: int) -> None:
+        self._columns, self._experts = columns, experts
+
+    def __len__(self) -> int:
+        return self._experts
+
+    @overload
+    def __getitem__(self, expert: int) -> list[SourceTensor]: ...
+    @overload
+    def __getitem__(self, expert: slice) -> list[list[SourceTensor]]: ...
+    def __getitem__(self, expert: int | slice) -> list[SourceTensor] | list[list[SourceTensor]]:
+        numbers = range(self._experts)[expert]
+        if isinstance(numbers, range):
+            return [self[number] for number in numbers]
+        return [column[numbers] for column in self._columns]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """A fused tensor: one slice for each expert."""
+
+    name: str
+    pattern: str
+    stored: StoredTensor
+
+    def __getitem__(self, expert: int) -> SourceTensor:
+        return SourceTensor(self.name, self.pattern, self.stored[expert])
+
+
 def source_tensors(
     checkpoint: Checkpoint, conversion: WeightConversion, experts: int
-) -> list[list[SourceTensor]]:
+) -> Sequence[list[SourceTensor]]:
     """Return the checkpoint tensors that a weight conversion needs, as [expert][tensor].
 
-    The tensors of an expert are in the order of the conversion's source patterns. Raises
-    CheckpointError if tensors are missing or do not fit the number of experts, UnsupportedModel if
-    they are stored in a type that is not supported.
+    These are `StackedTensors` if all of them are slices of fused tensors. The tensors of an expert
+    are in the order of the conversion's source patterns. Raises CheckpointError if tensors are
+    missing or do not fit the number of experts, UnsupportedModel if they are stored in a type that
+    is not supported.
     """
     patterns = (
         conversion.converter.source_patterns if conversion.converter else list(conversion.sources)
     )
-    columns = []
+    columns: list[_Stack | list[SourceTensor]] = []
     for pattern in patterns:
         names = conversion.sources.get(pattern)
         if not names:
@@ -62,12 +99,15 @@ def source_tensors(
             )
         stacked = any(getattr(op, "stacked", False) for op in conversion.operations)
         columns.append(_column(checkpoint, pattern, names, experts, stacked))
-    return [list(parts) for parts in zip(*columns, strict=True)]
+    stacks = [column for column in columns if isinstance(column, _Stack)]
+    if len(stacks) == len(columns):
+        return StackedTensors(stacks, experts)
+    return [[column[e] for column in columns] for e in range(experts)]
 
 
 def _column(
     checkpoint: Checkpoint, pattern: str, names: list[str], experts: int, stacked: bool
-) -> list[SourceTensor]:
+) -> _Stack | list[SourceTensor]:
     """Return, for each expert, its tensor or its slice of a fused tensor.
 
     `stacked` means that the fused tensor has no expert axis: its rows are those of all experts, one
@@ -87,7 +127,7 @@ def _column(
             f"{checkpoint.files[fused.file]}: the tensor {name} has shape {list(fused.shape)},"
             f" which does not fit the {experts} experts of the config: download the model again"
         )
-    return [SourceTensor(name, pattern, fused[e]) for e in range(experts)]
+    return _Stack(name, pattern, fused)
 
 
 def _check_served(checkpoint: Checkpoint, name: str, stored: StoredTensor) -> None:

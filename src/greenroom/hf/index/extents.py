@@ -108,6 +108,29 @@ def extents_of(
     return tuple(extents)
 
 
+def between(
+    first: tuple[Extent, ...], last: tuple[Extent, ...], experts: int
+) -> list[tuple[Extent, ...]] | None:
+    """Return the extents of all experts whose tensors are slices of fused tensors.
+
+    `first` and `last` are the extents of the first and the last expert. A slice's offset is a
+    linear function of the expert's number, and so is the distance of two slices. So if the first
+    and the last expert have the same arrangement, all have it. None if they have not.
+    """
+    if [(e.file, e.length, e.copies) for e in first] != [
+        (e.file, e.length, e.copies) for e in last
+    ]:
+        return None
+    steps = [(b.offset - a.offset) // max(1, experts - 1) for a, b in zip(first, last, strict=True)]
+    return [
+        tuple(
+            Extent(a.file, a.offset + e * step, a.length, a.copies)
+            for a, step in zip(first, steps, strict=True)
+        )
+        for e in range(experts)
+    ]
+
+
 def _place(inside: Iterable[tuple[int, int]], plans: list[list[Copy]]) -> tuple[Copy, ...]:
     """Return the byte copies from an extent to a slot, with adjacent copies merged.
 
