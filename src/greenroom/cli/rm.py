@@ -27,7 +27,7 @@ def add_to(parser: Parser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     check_name(args.model)
-    from greenroom.hf.checkpoint.hub.cached import removal, remove, users_of
+    from greenroom.hf.checkpoint.hub.cached import find_removal, remove, users_of
     from greenroom.hf.checkpoint.resolve import find_local
 
     if find_local(args.model) is not None:
@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> None:
             f"{args.model}: this model is not in the hub's cache, and greenroom rm deletes nothing"
             " else: delete it yourself"
         )
-    chosen = removal(args.model)
+    chosen = find_removal(args.model)
     if users := users_of(chosen.blobs):
         raise UsageError(
             f"{args.model}: in use by {', '.join(users)}: end that process first; nothing was"

@@ -51,7 +51,7 @@ def random_words(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def test_every_form_is_tried() -> None:
-    assert {*FORMS} == {*ZEROS, "turned", "awq"}
+    assert {*FORMS} == {*ZEROS, "transposed", "awq"}
 
 
 @pytest.mark.parametrize("form", ZEROS)
@@ -69,7 +69,7 @@ def test_zeros(form: str) -> None:
 def test_turned(kind: type) -> None:
     source = random_words((WIDTH, ROWS)).astype(kind)
     target = np.zeros((ROWS, 2, WIDTH), kind)  # every second row, as gate and up interleave
-    arrange("turned", source.reshape(-1).view(np.uint8), target[:, 0])
+    arrange("transposed", source.reshape(-1).view(np.uint8), target[:, 0])
     assert (target[:, 0] == source.T).all()
     assert not target[:, 1].any()
 

@@ -52,8 +52,8 @@ def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, S
     GGUF file, UnsupportedModel for another GGUF version or an unknown tensor type, CheckpointError
     if a file is missing or damaged.
     """
-    paths = _parts(path)
-    metadata, tensors = _header(paths[0], 0)
+    paths = _part_paths(path)
+    metadata, tensors = _read_header(paths[0], 0)
     if metadata.get("split.count", 1) not in (0, len(paths)):
         raise CheckpointError(
             f"{paths[0]}: the metadata of this file say that the model has"
@@ -66,7 +66,7 @@ def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, S
             " the file again"
         )
     for number, part in enumerate(paths[1:], start=1):
-        part_metadata, part_tensors = _header(part, number)
+        part_metadata, part_tensors = _read_header(part, number)
         if part_metadata.get("split.no", number) != number:
             raise CheckpointError(
                 f"{part}: the metadata say that this is file {part_metadata['split.no']} of the"
@@ -122,7 +122,7 @@ def model_in(folder: Path) -> Path | None:
     return models[0] if models else None
 
 
-def _parts(path: Path) -> tuple[Path, ...]:
+def _part_paths(path: Path) -> tuple[Path, ...]:
     """Return the paths of all files of a GGUF model, given one of them.
 
     The others are in its folder or, if it is a symbolic link, in the folder to which it leads.
@@ -149,7 +149,7 @@ def _parts(path: Path) -> tuple[Path, ...]:
     return tuple(paths)
 
 
-def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+def _read_header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     with read_errors(path), open(path, "rb") as stream:
         size = path.stat().st_size
         start = stream.read(24)
@@ -191,7 +191,7 @@ def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, StoredTe
         ) from error
     data = -(-cursor.at // align) * align
     tensors = {
-        name: _stored(path, number, name, shape, kind, data + offset)
+        name: _stored_tensor(path, number, name, shape, kind, data + offset)
         for name, shape, kind, offset in entries
     }
     check_ranges(path, tensors, size)
@@ -304,7 +304,7 @@ def _array(file: int, raw: bytes, end: int) -> StoredTensor:
     return StoredTensor(file, np.dtype(NUMBERS[kind]).name, (count,), end - nbytes, nbytes)
 
 
-def _stored(
+def _stored_tensor(
     path: Path, file: int, name: str, shape: tuple[int, ...], kind: int, offset: int
 ) -> StoredTensor:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType

@@ -43,13 +43,13 @@ def read_tensor(
     if stored.encoding == PLAIN:
         kind = _dtype(files[stored.file], name, stored)
         tensor = empty(prod(stored.shape), dtype=dtype or kind)
-        _read(files, name, stored, tensor)
+        _read_plain(files, name, stored, tensor)
         return tensor.reshape(stored.shape)
     assert dtype is not None
     if len(stored.shape) > 2:
         matrices = (stored[i] for i in range(stored.shape[0]))
         return torch.stack([read_tensor(files, name, matrix, dtype) for matrix in matrices])
-    return _matrix(files, name, stored, dtype, empty)
+    return _read_matrix(files, name, stored, dtype, empty)
 
 
 def read_parts(
@@ -62,10 +62,10 @@ def read_parts(
     """
     for tensor, part in zip(stored.parts, parts, strict=True):
         if not tensor.form:
-            _read(files, name, tensor, part.view(-1))
+            _read_plain(files, name, tensor, part.view(-1))
             continue
         raw = torch.empty(tensor.nbytes, dtype=torch.uint8)
-        _read(files, name, replace(tensor, dtype="uint8"), raw)
+        _read_plain(files, name, replace(tensor, dtype="uint8"), raw)
         try:
             arrange(tensor.form, raw.numpy(), as_integers(part))
         except StoreError as error:
@@ -101,7 +101,7 @@ def read_moved(
         codes[order.places[first : first + len(chunk)]] = chunk
 
 
-def _matrix(
+def _read_matrix(
     files: Sequence[str],
     name: str,
     stored: StoredTensor,
@@ -123,7 +123,7 @@ def _matrix(
     codes, *companions = stored.parts
     # Rows of codes for one of scales. A last row of scales may cover fewer.
     units = [unit if unit > 1 else rows // companion.shape[0] for companion in companions]
-    arranged_parts = _arranged(files, name, stored)
+    arranged_parts = _read_arranged(files, name, stored)
     for row in range(0, rows, step):
         count = min(step, rows - row)
         ranges = [(row, count), *((row // each, -(-count // each)) for each in units)]
@@ -142,8 +142,8 @@ def _matrix(
     return empty(columns, rows, dtype=dtype).copy_(matrix.T) if stored.transposed else matrix
 
 
-def _arranged(files: Sequence[str], name: str, stored: StoredTensor) -> list[Tensor]:
-    """Read all parts of a matrix of which the file has some in a form of its own; else none."""
+def _read_arranged(files: Sequence[str], name: str, stored: StoredTensor) -> list[Tensor]:
+    """Read all parts of a matrix if some need `arrange`; otherwise return an empty list."""
     if not any(part.form for part in stored.parts):
         return []
     tensors = [torch.empty(p.shape, dtype=getattr(torch, p.dtype)) for p in stored.parts]
@@ -161,7 +161,7 @@ def _dtype(path: str, name: str, stored: StoredTensor) -> torch.dtype:
     return kind
 
 
-def _read(files: Sequence[str], name: str, stored: StoredTensor, into: Tensor) -> None:
+def _read_plain(files: Sequence[str], name: str, stored: StoredTensor, into: Tensor) -> None:
     """Read a plain tensor's elements into `into` [n], cast to its dtype."""
     path = files[stored.file]
     kind = _dtype(path, name, stored)

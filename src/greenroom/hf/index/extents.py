@@ -34,7 +34,7 @@ def copy_of(block: Block, tensor: StoredTensor, spec: TensorSpec) -> Copy:
 
 
 def arranged_copy(block: Block, tensor: StoredTensor, spec: TensorSpec) -> Copy:
-    """Make the copy of a tensor that is arranged when it arrives (runtime/slots/forms.py).
+    """Make the copy of a tensor whose bytes `arrange` moves (runtime/slots/forms.py).
 
     Raises UnsupportedModel if the block is not all of the tensor, row by row.
     """

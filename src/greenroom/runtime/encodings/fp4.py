@@ -38,7 +38,7 @@ def mxfp4(codes: Tensor, scale: Tensor) -> Tensor:
 
     codes [rows, columns / 2], scale [rows, columns / 32] -> [rows, columns / 32, 32]
     """
-    return _scaled(codes, scale.view(torch.float8_e8m0fnu).float())
+    return _scale_groups(codes, scale.view(torch.float8_e8m0fnu).float())
 
 
 def nvfp4(codes: Tensor, scale: Tensor, matrix_scale: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def nvfp4(codes: Tensor, scale: Tensor, matrix_scale: Tensor) -> Tensor:
 
     codes [rows, columns / 2], scale [rows, columns / 16] -> [rows, columns / 16, 16]
     """
-    return _scaled(codes, scale.float() * _of_rows(matrix_scale, len(scale)))
+    return _scale_groups(codes, scale.float() * _repeat_scales(matrix_scale, len(scale)))
 
 
 def ct_nvfp4(codes: Tensor, scale: Tensor, matrix_scale: Tensor) -> Tensor:
@@ -54,15 +54,15 @@ def ct_nvfp4(codes: Tensor, scale: Tensor, matrix_scale: Tensor) -> Tensor:
 
     codes [rows, columns / 2], scale [rows, columns / 16] -> [rows, columns / 16, 16]
     """
-    return _scaled(codes, scale.float() / _of_rows(matrix_scale, len(scale)))
+    return _scale_groups(codes, scale.float() / _repeat_scales(matrix_scale, len(scale)))
 
 
-def _of_rows(matrix_scale: Tensor, rows: int) -> Tensor:
+def _repeat_scales(matrix_scale: Tensor, rows: int) -> Tensor:
     """Repeat the scales of matrices for each of their rows: [R, 1] -> [rows, 1]."""
     return matrix_scale.repeat_interleave(rows // len(matrix_scale), 0)
 
 
-def _scaled(codes: Tensor, scale: Tensor) -> Tensor:
+def _scale_groups(codes: Tensor, scale: Tensor) -> Tensor:
     """Multiply each group of a row's e2m1 values by its float32 scale."""
     values = torch.tensor(E2M1, device=codes.device)[nibbles(codes).int()]
     return values.unflatten(1, (scale.shape[1], -1)) * scale[..., None]

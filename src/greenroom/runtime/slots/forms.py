@@ -5,7 +5,7 @@ matrices [inputs, outputs], and all three tools pack zeros into int32. `arrange`
 one stored tensor to their places in one pass, between the buffer of a read and a slot. The target
 is [rows, width]:
 
-turned          elements of two or four bytes: the transpose [width, rows]
+transposed      elements of two or four bytes: the transpose [width, rows]
 awq             int32 [inputs, rows / 8], each with the codes of eight outputs, in the order ORDER
 zerosB          int32 [width, rows B / 32]: zeros of B bits, from the lowest bits up
 zerosB-minus-1  the same, each stored minus one; the lowest zero as the highest number
@@ -62,13 +62,13 @@ def _check_index(index: Ints, groups: int) -> None:
         )
 
 
-def _turn(source: NDArray[np.uint8], target: Ints) -> None:
+def _transpose(source: NDArray[np.uint8], target: Ints) -> None:
     rows, width = target.shape
-    _turn_elements(source.view(target.dtype).reshape(width, rows), target)
+    _transpose_elements(source.view(target.dtype).reshape(width, rows), target)
 
 
 @jit
-def _turn_elements(source: Ints, target: Ints) -> None:
+def _transpose_elements(source: Ints, target: Ints) -> None:
     """Transpose a matrix, in strips whose cache lines stay in the processor's cache."""
     for first in range(0, target.shape[0], 32):
         last = min(first + 32, target.shape[0])
@@ -77,14 +77,14 @@ def _turn_elements(source: Ints, target: Ints) -> None:
                 target[row, column] = source[column, row]
 
 
-def _awq(source: NDArray[np.uint8], target: Ints) -> None:
+def _arrange_awq(source: NDArray[np.uint8], target: Ints) -> None:
     rows, width = target.shape
-    _turn_awq(source.view(np.uint32).reshape(8 * width, rows // 8), target.view(np.uint32))
+    _transpose_codes(source.view(np.uint32).reshape(8 * width, rows // 8), target.view(np.uint32))
 
 
 @jit
-def _turn_awq(source: NDArray[np.uint32], target: NDArray[np.uint32]) -> None:
-    """Transpose blocks of 8 x 8 codes of four bits, in strips as `_turn_elements`.
+def _transpose_codes(source: NDArray[np.uint32], target: NDArray[np.uint32]) -> None:
+    """Transpose blocks of 8 x 8 codes of four bits, in strips as `_transpose_elements`.
 
     The halves of a block's words are exchanged, then their quarters, then their eighths.
     """
@@ -102,18 +102,18 @@ def _turn_awq(source: NDArray[np.uint32], target: NDArray[np.uint32]) -> None:
                     source[8 * column + 6, word],
                     source[8 * column + 7, word],
                 )
-                a, e = _exchange(a, e, 16, 0x0000FFFF)
-                b, f = _exchange(b, f, 16, 0x0000FFFF)
-                c, g = _exchange(c, g, 16, 0x0000FFFF)
-                d, h = _exchange(d, h, 16, 0x0000FFFF)
-                a, c = _exchange(a, c, 8, 0x00FF00FF)
-                b, d = _exchange(b, d, 8, 0x00FF00FF)
-                e, g = _exchange(e, g, 8, 0x00FF00FF)
-                f, h = _exchange(f, h, 8, 0x00FF00FF)
-                a, b = _exchange(a, b, 4, 0x0F0F0F0F)
-                c, d = _exchange(c, d, 4, 0x0F0F0F0F)
-                e, f = _exchange(e, f, 4, 0x0F0F0F0F)
-                g, h = _exchange(g, h, 4, 0x0F0F0F0F)
+                a, e = _swap_fields(a, e, 16, 0x0000FFFF)
+                b, f = _swap_fields(b, f, 16, 0x0000FFFF)
+                c, g = _swap_fields(c, g, 16, 0x0000FFFF)
+                d, h = _swap_fields(d, h, 16, 0x0000FFFF)
+                a, c = _swap_fields(a, c, 8, 0x00FF00FF)
+                b, d = _swap_fields(b, d, 8, 0x00FF00FF)
+                e, g = _swap_fields(e, g, 8, 0x00FF00FF)
+                f, h = _swap_fields(f, h, 8, 0x00FF00FF)
+                a, b = _swap_fields(a, b, 4, 0x0F0F0F0F)
+                c, d = _swap_fields(c, d, 4, 0x0F0F0F0F)
+                e, f = _swap_fields(e, f, 4, 0x0F0F0F0F)
+                g, h = _swap_fields(g, h, 4, 0x0F0F0F0F)
                 row = 8 * word  # four bits k of the words hold the output ORDER[k]
                 target[row, column] = a
                 target[row + 2, column] = b
@@ -126,7 +126,7 @@ def _turn_awq(source: NDArray[np.uint32], target: NDArray[np.uint32]) -> None:
 
 
 @jit(inline="always")
-def _exchange(one: Any, two: Any, bits: int, low: int) -> tuple[Any, Any]:
+def _swap_fields(one: Any, two: Any, bits: int, low: int) -> tuple[Any, Any]:
     """Exchange the high fields of one word and the low fields of another; `low` masks these."""
     return (
         np.uint32((one & low) | ((two & low) << bits)),
@@ -134,7 +134,7 @@ def _exchange(one: Any, two: Any, bits: int, low: int) -> tuple[Any, Any]:
     )
 
 
-def _zeros(
+def _unpack_zeros(
     bits: int, plus: int, ordered: bool, by_row: bool, source: NDArray[np.uint8], target: Ints
 ) -> None:
     """Unpack zeros of `bits` bits, stored minus `plus`, to bytes."""
@@ -148,10 +148,10 @@ def _zeros(
 
 
 FORMS: dict[str, Callable[[NDArray[np.uint8], Ints], None]] = {
-    "turned": _turn,
-    "awq": _awq,
-    "zeros4-awq": partial(_zeros, 4, 0, True, False),
-    **{f"zeros{bits}": partial(_zeros, bits, 0, False, False) for bits in (4, 8)},
-    **{f"zeros{bits}-minus-1": partial(_zeros, bits, 1, False, False) for bits in (4, 8)},
-    **{f"rows{bits}": partial(_zeros, bits, 0, False, True) for bits in (4, 8)},
+    "transposed": _transpose,
+    "awq": _arrange_awq,
+    "zeros4-awq": partial(_unpack_zeros, 4, 0, True, False),
+    **{f"zeros{bits}": partial(_unpack_zeros, bits, 0, False, False) for bits in (4, 8)},
+    **{f"zeros{bits}-minus-1": partial(_unpack_zeros, bits, 1, False, False) for bits in (4, 8)},
+    **{f"rows{bits}": partial(_unpack_zeros, bits, 0, False, True) for bits in (4, 8)},
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.errors import GreenroomError, NotAModel, OutputError
-from greenroom.hf.checkpoint.hub.cached import cached_models, removal, remove, users_of
+from greenroom.hf.checkpoint.hub.cached import cached_models, find_removal, remove, users_of
 from greenroom.hf.checkpoint.hub.download import pull
 from tests.hub_server import HubServer
 
@@ -40,7 +40,7 @@ def files_below(folder: Path) -> set[str]:
 def test_an_empty_cache_has_no_models(cache: Path, server: HubServer) -> None:
     assert rows() == []
     with pytest.raises(NotAModel, match="has nothing of this model"):
-        removal("tiny/gguf")
+        find_removal("tiny/gguf")
 
 
 def test_each_quantisation_is_a_model(root: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_download_that_was_cut_off_is_incomplete(root: Path, server: HubServer
     server.faults.break_off = None
     partial.rename(partial.with_name("f" * 64 + ".incomplete"))  # of a commit without a listing
     assert rows() == [("tiny/gguf", 1234, None, False)]
-    remove("tiny/gguf", removal("tiny/gguf"))
+    remove("tiny/gguf", find_removal("tiny/gguf"))
     assert not root.exists()
 
 
@@ -90,14 +90,14 @@ def test_an_older_revision_has_its_commit_in_its_name(root: Path, server: HubSer
     pull("tiny/gguf:Q4_0")
     names = [row[0] for row in rows()]
     assert names == ["tiny/gguf:Q4_0", f"tiny/gguf:Q4_0@{old[:12]}"]
-    assert removal(names[1]).nbytes == 0  # the first commit has the same content
+    assert find_removal(names[1]).nbytes == 0  # the first commit has the same content
 
 
 def test_removing_a_quantisation_leaves_the_others(root: Path, cache: Path) -> None:
     pull("tiny/gguf:Q4_0")
     before = files_below(cache)
     pull("tiny/gguf:Q8_0")
-    chosen = removal("tiny/gguf:q8_0")
+    chosen = find_removal("tiny/gguf:q8_0")
     assert chosen.nbytes == 13_999
     remove("tiny/gguf:q8_0", chosen)
     locks = {path for path in files_below(cache) if path.startswith(".locks")}
@@ -109,7 +109,7 @@ def test_removing_a_quantisation_leaves_the_others(root: Path, cache: Path) -> N
 
 def test_removing_the_last_quantisation_removes_the_repository(root: Path) -> None:
     pull("tiny/gguf:Q4_0")
-    chosen = removal("tiny/gguf:Q4_0")
+    chosen = find_removal("tiny/gguf:Q4_0")
     assert chosen.paths == (root,)
     remove("tiny/gguf:Q4_0", chosen)
     assert not root.exists()
@@ -119,7 +119,7 @@ def test_content_that_another_revision_uses_stays(root: Path, server: HubServer)
     commits = [pull("tiny/gguf:Q4_0").path.parent.name]
     server.add("tiny/gguf", {**FILES, "README.md": b"new"})
     commits.append(pull("tiny/gguf:Q4_0").path.parent.name)
-    chosen = removal(f"tiny/gguf@{commits[0]}")
+    chosen = find_removal(f"tiny/gguf@{commits[0]}")
     assert chosen.nbytes == len(b"tiny/gguf")  # of the old README.md
     remove("tiny/gguf", chosen)
     assert [path.name for path in (root / "snapshots").iterdir()] == [commits[1]]
@@ -134,21 +134,21 @@ def test_nothing_outside_of_the_repository_is_removed(root: Path, cache: Path) -
     link = snapshot / "x-Q4_0.gguf"
     link.unlink()
     link.symlink_to(outside)
-    chosen = removal("tiny/gguf:Q4_0")
+    chosen = find_removal("tiny/gguf:Q4_0")
     assert (chosen.paths, chosen.nbytes) == ((link,), 0)
     remove("tiny/gguf:Q4_0", chosen)
-    remove("tiny/gguf", removal("tiny/gguf"))
+    remove("tiny/gguf", find_removal("tiny/gguf"))
     assert outside.read_bytes() == SMALL
     root.symlink_to(cache.parent)
     with pytest.raises(NotAModel, match="has nothing of this model"):
-        removal("tiny/gguf")
+        find_removal("tiny/gguf")
 
 
 def test_a_folder_that_cannot_be_deleted_is_an_error(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pull("tiny/gguf:Q4_0")
-    chosen = removal("tiny/gguf:Q4_0")
+    chosen = find_removal("tiny/gguf:Q4_0")
 
     def denied(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))

@@ -139,7 +139,7 @@ def _stored_listing(root: Path, commit: str) -> dict[str, tuple[int, str]]:
     return rows
 
 
-def removal(model: str) -> Removal:
+def find_removal(model: str) -> Removal:
     """Find the files that removing a model of the hub deletes from the cache.
 
     Without quantisation and revision, all of the repository is removed. Content that other models

@@ -90,7 +90,7 @@ def pull(model: str) -> Download:
             raise NotAModel(f"{model}: this repository has neither safetensors nor GGUF files")
         files = [repository.files[path] for path in (*selection.texts, *selection.weights)]
         lacking = [file for file in files if not (repository.snapshot / file.path).exists()]
-        need = sum(file.nbytes - arrived(repository, file) for file in lacking)
+        need = sum(file.nbytes - downloaded_bytes(repository, file) for file in lacking)
         check_space(model, need)
         repository.snapshot.mkdir(parents=True, exist_ok=True)
         progress = DownloadProgress(sum(file.nbytes for file in files))
@@ -137,7 +137,7 @@ def _write_ref(repository: Repository) -> None:
     os.replace(temporary, path)
 
 
-def arrived(repository: Repository, file: HubFile) -> int:
+def downloaded_bytes(repository: Repository, file: HubFile) -> int:
     """Count the bytes of a file in the local cache, also of an unfinished download."""
     if file.sha256 is None:
         return 0

@@ -128,18 +128,18 @@ def select(model: str, name: HubName, sizes: Mapping[str, int]) -> Selection:
             else f"give one of this repository's quantisations, such as {name.repository}:"
             f"{choices[0].label}"
         )
-        raise NotAModel(f"{model}: {what}; it has {listing(choices)}")
+        raise NotAModel(f"{model}: {what}; it has {format_sizes(choices)}")
     if not chosen.complete:
         raise NotAModel(
             f"{model}: {chosen.label} lacks files: {len(chosen.files)} of {chosen.parts} parts are"
-            f" there; others: {listing([each for each in choices if each.complete]) or 'none'}"
+            f" there; others: {format_sizes([each for each in choices if each.complete]) or 'none'}"
         )
     return Selection(
         tuple(text for text in texts if not text.endswith(".index.json")), chosen.files, chosen
     )
 
 
-def listing(choices: list[Quantisation]) -> str:
+def format_sizes(choices: list[Quantisation]) -> str:
     """Format quantisations with their sizes, in one line."""
     return ", ".join(f"{each.label} ({show_bytes(each.nbytes)})" for each in choices)
 

@@ -34,7 +34,7 @@ def combine_gptq(checkpoint: QuantisedCheckpoint) -> None:
     if not isinstance(ordered, bool):
         raise checkpoint.setting_error("desc_act", ordered, "true or false")
     bits = _bits(checkpoint, "bits", GPTQ_BITS)
-    for stem in _stems(checkpoint):
+    for stem in _matrix_names(checkpoint):
         scales, groups, outputs = _scales(checkpoint, stem)
         zeros, own_bits = _zeros(checkpoint, stem, groups, outputs)
         if own_bits not in GPTQ_BITS:
@@ -49,10 +49,10 @@ def combine_gptq(checkpoint: QuantisedCheckpoint) -> None:
             shape=(outputs, inputs),
             codes=(outputs, codes.shape[0]),
             encoding=f"affine{own_bits}",
-            form="turned",
+            form="transposed",
         )
         form_of_zeros = f"zeros{own_bits}" + "-minus-1" * MINUS_ONE[form]
-        companions = [_turned(scales), _zeros_of(zeros, outputs, form_of_zeros)]
+        companions = [_transpose(scales), _zeros_of(zeros, outputs, form_of_zeros)]
         if ordered and groups > 1:
             index = _tensor(checkpoint, f"{stem}.g_idx", "int32", (inputs,))
             companions.append(replace(index, shape=(1, inputs), form=f"index-{groups}"))
@@ -73,7 +73,7 @@ def combine_awq(checkpoint: QuantisedCheckpoint) -> None:
     if _bits(checkpoint, key, AWQ_BITS) == 0:
         raise checkpoint.setting_error(key, settings.get(key), "4")
     group_key = "group_size" if "group_size" in settings else "q_group_size"
-    for stem in _stems(checkpoint):
+    for stem in _matrix_names(checkpoint):
         scales, groups, outputs = _scales(checkpoint, stem)
         zeros, bits = _zeros(checkpoint, stem, groups, outputs)
         if bits != AWQ_BITS[0]:
@@ -91,12 +91,12 @@ def combine_awq(checkpoint: QuantisedCheckpoint) -> None:
             form="awq",
         )
         _finish(
-            checkpoint, stem, matrix, [_turned(scales), _zeros_of(zeros, outputs, "zeros4-awq")]
+            checkpoint, stem, matrix, [_transpose(scales), _zeros_of(zeros, outputs, "zeros4-awq")]
         )
     _check_rest(checkpoint)
 
 
-def _stems(checkpoint: QuantisedCheckpoint) -> list[str]:
+def _matrix_names(checkpoint: QuantisedCheckpoint) -> list[str]:
     """Return the names of all quantised matrices."""
     return [
         name.removesuffix(".qweight") for name in checkpoint.tensors if name.endswith(".qweight")
@@ -190,8 +190,8 @@ def _contradiction(
     )
 
 
-def _turned(scales: StoredTensor) -> StoredTensor:
-    return replace(scales, shape=scales.shape[::-1], form="turned")
+def _transpose(scales: StoredTensor) -> StoredTensor:
+    return replace(scales, shape=scales.shape[::-1], form="transposed")
 
 
 def _zeros_of(zeros: StoredTensor, outputs: int, form: str) -> StoredTensor:

@@ -112,7 +112,7 @@ class GgufNames:
         # gguf changes a dict of this class for some architectures, so each table has its own copy.
         blocks = {"block_mappings_cfg": dict(gguf.TensorNameMap.block_mappings_cfg)}
         self._table = type("Table", (gguf.TensorNameMap,), blocks)(number, layers)
-        reverse = _reversed(model)
+        reverse = _reverse_transforms(model)
         self._renamings = [each for each in reverse if isinstance(each, WeightRenaming)]
         self._converters = [each for each in reverse if isinstance(each, WeightConverter)]
 
@@ -150,7 +150,7 @@ def layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _reversed(model: PreTrainedModel) -> list[WeightRenaming | WeightConverter]:
+def _reverse_transforms(model: PreTrainedModel) -> list[WeightRenaming | WeightConverter]:
     """Return transformers' weight transforms of a model from its parameters to a checkpoint."""
     reverse = []
     for transform in reversed(weight_transforms(model)):

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from greenroom.runtime.codebooks import codebook
 from greenroom.runtime.encodings.encoding import nibbles
-from greenroom.runtime.encodings.ggml.fields import bit_fields, half, integers
+from greenroom.runtime.encodings.ggml.fields import bit_fields, read_half, read_integers
 
 
 @cache
@@ -62,20 +62,20 @@ def _look_up(name: str, index: Tensor) -> Tensor:
     return grid(name, index.device)[index.int()]
 
 
-def _signed(name: str, index: Tensor, sign_bits: Tensor, bits: int) -> Tensor:
+def _look_up_signed(name: str, index: Tensor, sign_bits: Tensor, bits: int) -> Tensor:
     """Look up codebook entries with signs: [n, 32 or 64] and [n, 32] -> [n, 32, 8]."""
     entries = _look_up(name, index).reshape(len(index), 32, 8)
     return entries * signs(bits, index.device)[sign_bits.int()]
 
 
-def _scaled(scales: Tensor, values: Tensor) -> Tensor:
+def _scale_groups(scales: Tensor, values: Tensor) -> Tensor:
     """Multiply groups by their scales: [n, groups] and [n, 32, 8] -> [n, groups, weights]."""
     return scales[..., None] * values.reshape(*scales.shape, -1)
 
 
 def _seven_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Split bytes of int32 into sign fields [n, 32] and four-bit scales [n, 8] float32."""
-    fields = integers(packed, torch.int32)
+    fields = read_integers(packed, torch.int32)
     shift = torch.arange(0, 28, 7, device=packed.device)
     return (fields[..., None] >> shift & 127).flatten(1), (fields >> 28 & 15).float()
 
@@ -83,37 +83,37 @@ def _seven_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
 def _iq2_xxs(blocks: Tensor) -> Tensor:
     runs = blocks[:, 2:].reshape(len(blocks), 8, 8)
     sign_bits, scales = _seven_bits(runs[..., 4:].flatten(1))
-    values = _signed("iq2_xxs", runs[..., :4].flatten(1), sign_bits, 7)
-    return _scaled(half(blocks, 0) * (scales + 0.5) * 0.25, values)
+    values = _look_up_signed("iq2_xxs", runs[..., :4].flatten(1), sign_bits, 7)
+    return _scale_groups(read_half(blocks, 0) * (scales + 0.5) * 0.25, values)
 
 
 def _iq2_xs(blocks: Tensor) -> Tensor:
-    fields, scales = integers(blocks[:, 2:66], torch.int16), nibbles(blocks[:, 66:74]).float()
-    values = _signed("iq2_xs", fields & 511, fields >> 9 & 127, 7)
-    return _scaled(half(blocks, 0) * (scales + 0.5) * 0.25, values)
+    fields, scales = read_integers(blocks[:, 2:66], torch.int16), nibbles(blocks[:, 66:74]).float()
+    values = _look_up_signed("iq2_xs", fields & 511, fields >> 9 & 127, 7)
+    return _scale_groups(read_half(blocks, 0) * (scales + 0.5) * 0.25, values)
 
 
 def _iq2_s(blocks: Tensor) -> Tensor:
     high, scales = bit_fields(blocks[:, 66:74], 1, 2, 4), nibbles(blocks[:, 74:82]).float()
     index = blocks[:, 2:34].int() | high.flatten(1).int() << 8
-    values = _signed("iq2_s", index, blocks[:, 34:66], 8)
-    return _scaled(half(blocks, 0) * (scales + 0.5) * 0.25, values)
+    values = _look_up_signed("iq2_s", index, blocks[:, 34:66], 8)
+    return _scale_groups(read_half(blocks, 0) * (scales + 0.5) * 0.25, values)
 
 
 def _iq3_xxs(blocks: Tensor) -> Tensor:
     sign_bits, scales = _seven_bits(blocks[:, 66:98])
-    values = _signed("iq3_xxs", blocks[:, 2:66], sign_bits, 7)
-    return _scaled(half(blocks, 0) * (scales + 0.5) * 0.5, values)
+    values = _look_up_signed("iq3_xxs", blocks[:, 2:66], sign_bits, 7)
+    return _scale_groups(read_half(blocks, 0) * (scales + 0.5) * 0.5, values)
 
 
 def _iq3_s(blocks: Tensor) -> Tensor:
     high, scales = bit_fields(blocks[:, 66:74], 1, 1, 8), nibbles(blocks[:, 106:110]).float()
     index = blocks[:, 2:66].int() | high.flatten(1).int() << 8
-    values = _signed("iq3_s", index, blocks[:, 74:106], 8)
-    return _scaled(half(blocks, 0) * (1 + 2 * scales), values)
+    values = _look_up_signed("iq3_s", index, blocks[:, 74:106], 8)
+    return _scale_groups(read_half(blocks, 0) * (1 + 2 * scales), values)
 
 
-def _shifted(name: str, blocks: Tensor, high: Tensor, minus: Tensor) -> Tensor:
+def _look_up_shifted(name: str, blocks: Tensor, high: Tensor, minus: Tensor) -> Tensor:
     """Look up entries of iq1 types and add or subtract 1/8.
 
     blocks: bytes of low bits of the index [n, 32]; high: high bits [n, 32]; minus: is 1/8
@@ -125,19 +125,19 @@ def _shifted(name: str, blocks: Tensor, high: Tensor, minus: Tensor) -> Tensor:
 
 
 def _iq1_s(blocks: Tensor) -> Tensor:
-    fields = integers(blocks[:, 34:50], torch.int16).int()
+    fields = read_integers(blocks[:, 34:50], torch.int16).int()
     high = (fields[..., None] >> torch.arange(0, 12, 3, device=blocks.device) & 7).flatten(1)
-    values = _shifted("iq1_s", blocks[:, 2:34], high, fields >> 15 & 1)
-    return _scaled(half(blocks, 0) * (2 * (fields >> 12 & 7) + 1), values)
+    values = _look_up_shifted("iq1_s", blocks[:, 2:34], high, fields >> 15 & 1)
+    return _scale_groups(read_half(blocks, 0) * (2 * (fields >> 12 & 7) + 1), values)
 
 
 def _iq1_m(blocks: Tensor) -> Tensor:
-    fields, four = integers(blocks[:, 48:56], torch.int16).int(), nibbles(blocks[:, 32:48])
+    fields, four = read_integers(blocks[:, 48:56], torch.int16).int(), nibbles(blocks[:, 32:48])
     quarters = (fields >> 12 & 15) << torch.arange(0, 16, 4, device=blocks.device)
     d = quarters.sum(1, keepdim=True).to(torch.int16).view(torch.float16).float()
     scales = (fields[..., None] >> torch.arange(0, 12, 3, device=blocks.device) & 7).flatten(1)
-    values = _shifted("iq1_m", blocks[:, :32], four & 7, four >> 3)
-    return _scaled(d * (2 * scales + 1), values)
+    values = _look_up_shifted("iq1_m", blocks[:, :32], four & 7, four >> 3)
+    return _scale_groups(d * (2 * scales + 1), values)
 
 
 DECODERS = {

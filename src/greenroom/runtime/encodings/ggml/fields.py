@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 
-def half(blocks: Tensor, at: int) -> Tensor:
+def read_half(blocks: Tensor, at: int) -> Tensor:
     """Read the float16 at byte `at` of each block, as [n, 1] float32."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
-def signed(blocks: Tensor) -> Tensor:
+def read_signed(blocks: Tensor) -> Tensor:
     """Read bytes as signed integers, in float32."""
     return blocks.contiguous().view(torch.int8).float()
 
@@ -26,7 +26,7 @@ def bit_fields(codes: Tensor, width: int, bits: int, count: int) -> Tensor:
     return ((runs >> shift) & (2**bits - 1)).flatten(1, 2)
 
 
-def integers(codes: Tensor, dtype: torch.dtype) -> Tensor:
+def read_integers(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Read consecutive bytes [n, m] as signed integers of a wider type.
 
     The bytes are copied: those of one block may begin at any address.

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from greenroom.runtime.encodings.ggml.fields import bit_fields, half, signed
+from greenroom.runtime.encodings.ggml.fields import bit_fields, read_half, read_signed
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,21 +44,21 @@ def _q5_k(blocks: Tensor) -> Tensor:
 def _with_minima(blocks: Tensor, codes: Tensor) -> Tensor:
     """Expand codes [n, 8, 32] of blocks that begin with d, dmin, scales and minima."""
     scales, minima = _six_bits(blocks[:, 4:16])
-    d, dmin = half(blocks, 0)[..., None], half(blocks, 2)[..., None]
+    d, dmin = read_half(blocks, 0)[..., None], read_half(blocks, 2)[..., None]
     return (d * scales) * codes.float() - dmin * minima
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
     low = bit_fields(blocks[:, :128], 64, 4, 2).reshape(len(blocks), 16, 16)
     high = bit_fields(blocks[:, 128:192], 32, 2, 4).reshape(len(blocks), 16, 16)
-    d = (half(blocks, 208) * signed(blocks[:, 192:208]))[..., None]
+    d = (read_half(blocks, 208) * read_signed(blocks[:, 192:208]))[..., None]
     return d * ((low | high << 4).float() - 32)
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
     codes = bit_fields(blocks[:, 16:80], 32, 2, 4).reshape(len(blocks), 16, 16)
     scales, minima = (bits.float() for bits in (blocks[:, :16] & 15, blocks[:, :16] >> 4))
-    d, dmin = half(blocks, 80), half(blocks, 82)
+    d, dmin = read_half(blocks, 80), read_half(blocks, 82)
     return (d * scales)[..., None] * codes.float() - (dmin * minima)[..., None]
 
 
@@ -67,7 +67,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
     third = bit_fields(blocks[:, :32], 32, 1, 8).reshape(len(blocks), 16, 16)
     scales = bit_fields(blocks[:, 96:104], 8, 4, 2).flatten(1)
     scales = scales | bit_fields(blocks[:, 104:108], 4, 2, 4).flatten(1) << 4
-    d = (half(blocks, 108) * (scales.float() - 32))[..., None]
+    d = (read_half(blocks, 108) * (scales.float() - 32))[..., None]
     return d * ((low | third << 2).float() - 4)
 
 

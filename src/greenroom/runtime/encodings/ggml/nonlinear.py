@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from greenroom.runtime.encodings.encoding import nibbles
-from greenroom.runtime.encodings.ggml.fields import bit_fields, half
+from greenroom.runtime.encodings.ggml.fields import bit_fields, read_half
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -22,14 +22,14 @@ def _table(codes: Tensor) -> Tensor:
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    return half(blocks, 0) * _table(bit_fields(blocks[:, 2:], 16, 4, 2).flatten(1))
+    return read_half(blocks, 0) * _table(bit_fields(blocks[:, 2:], 16, 4, 2).flatten(1))
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
     high = bit_fields(blocks[:, 2:4], 1, 2, 4).flatten(1)
     scales = (nibbles(blocks[:, 4:8]) | high << 4).float() - 32
     codes = bit_fields(blocks[:, 8:], 16, 4, 2).reshape(len(blocks), 8, 32)
-    return (half(blocks, 0) * scales)[..., None] * _table(codes)
+    return (read_half(blocks, 0) * scales)[..., None] * _table(codes)
 
 
 DECODERS = {"iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from greenroom.runtime.encodings.fp4 import E2M1
-from greenroom.runtime.encodings.ggml.fields import bit_fields, half, signed
+from greenroom.runtime.encodings.ggml.fields import bit_fields, read_half, read_signed
 
 
 def _nibbles(blocks: Tensor, at: int) -> Tensor:
@@ -34,23 +34,23 @@ def _five_bits(blocks: Tensor, at: int) -> Tensor:
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return signed(blocks[:, 2:]) * half(blocks, 0)
+    return read_signed(blocks[:, 2:]) * read_half(blocks, 0)
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return half(blocks, 0) * (_nibbles(blocks, 2).float() - 8)
+    return read_half(blocks, 0) * (_nibbles(blocks, 2).float() - 8)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return half(blocks, 0) * _nibbles(blocks, 4).float() + half(blocks, 2)
+    return read_half(blocks, 0) * _nibbles(blocks, 4).float() + read_half(blocks, 2)
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    return half(blocks, 0) * (_five_bits(blocks, 2).float() - 16)
+    return read_half(blocks, 0) * (_five_bits(blocks, 2).float() - 16)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    return half(blocks, 0) * _five_bits(blocks, 4).float() + half(blocks, 2)
+    return read_half(blocks, 0) * _five_bits(blocks, 4).float() + read_half(blocks, 2)
 
 
 def _gguf_mxfp4(blocks: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from greenroom.runtime.encodings.ggml.fields import bit_fields, half
+from greenroom.runtime.encodings.ggml.fields import bit_fields, read_half
 
 
 def _digits(codes: Tensor, count: int) -> Tensor:
@@ -24,11 +24,11 @@ def _digits(codes: Tensor, count: int) -> Tensor:
 
 def _tq1_0(blocks: Tensor) -> Tensor:
     parts = _digits(blocks[:, :32], 5), _digits(blocks[:, 32:48], 5), _digits(blocks[:, 48:52], 4)
-    return half(blocks, 52) * (torch.cat(parts, dim=1).float() - 1)
+    return read_half(blocks, 52) * (torch.cat(parts, dim=1).float() - 1)
 
 
 def _tq2_0(blocks: Tensor) -> Tensor:
-    return half(blocks, 64) * (bit_fields(blocks[:, :64], 32, 2, 4).flatten(1).float() - 1)
+    return read_half(blocks, 64) * (bit_fields(blocks[:, :64], 32, 2, 4).flatten(1).float() - 1)
 
 
 DECODERS = {"tq1_0": _tq1_0, "tq2_0": _tq2_0}
