@@ -32,7 +32,14 @@ VOCAB = 64
 WIDTHS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Architectures that release 9993 of llama.cpp does not know.
-NEWER = {"bailing_hybrid", "glm5_next", "laguna", "minimax_m3_vl", "qwen4_exp_text"}
+NEWER = {
+    "bailing_hybrid",
+    "glm5_next",
+    "granitemoe_swa",
+    "laguna",
+    "minimax_m3_vl",
+    "qwen4_exp_text",
+}
 # Options of the converter, for an architecture.
 OPTIONS = {"bailing_hybrid": ["--no-mtp"], "qwen4_exp_text": ["--no-mtp"]}
 # The text model in these is that of another model type, whose checkpoints have the vision tower.
@@ -93,6 +100,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "hc_mult": 2,
     },
     "glm_moe_dsa": INDEXED,
+    "granitemoe_swa": {
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 8,
+        "intermediate_size": 16,
+        "shared_intermediate_size": 16,
+    },
     "granitemoehybrid": {
         "num_hidden_layers": 2,
         "layer_types": ["linear_attention", "full_attention"],

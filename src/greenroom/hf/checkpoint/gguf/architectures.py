@@ -29,6 +29,7 @@ SERVED = {
     "glm_moe_dsa": "glm-dsa",
     "gpt_oss": "gpt-oss",
     "granitemoe": "granitemoe",
+    "granitemoe_swa": "granite_swa",
     "granitemoehybrid": "granitehybrid",
     "granitemoeshared": "granitemoe",
     "hunyuan_v1_moe": "hunyuan-moe",

@@ -58,6 +58,8 @@ EXCEPTIONS = tuple(
         (r"^self_attn\.forget_gate\.f_proj\.", "ssm_f_a."),
         (r"^self_attn\.g_proj\.", "attn_gate."),
         (r"^attn_gate\.", "ssm_g_a."),  # in layers with linear attention
+        (r"^block_sparse_moe\.router\.", "ffn_gate_inp."),  # Granite with a sliding window
+        (r"^shared_mlp\.input_linear\.", "ffn_up_shexp."),
         (r"^(attn|mlp)_hyper_connection\.", r"hc_\1_"),  # Qwen4
         (r"^hc_mlp_", "hc_ffn_"),
         (r"^(hc_\w+_)hc_norm\.", r"\1norm."),
@@ -90,6 +92,7 @@ SAME_NAMES = {
     "deepseek32": "glm-dsa",
     "deepseek4": "glm-dsa",
     "glm5-next": "kimi-linear",
+    "granite_swa": "granitemoe",
     "hy_v3": "dots1",
     "laguna": "dots1",
     "mellum": "qwen3moe",

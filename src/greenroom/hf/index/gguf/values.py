@@ -24,7 +24,9 @@ from transformers.integrations.gguf.gguf_conversion_mapping import (
 Operations = Callable[[PreTrainedConfig], list[ConversionOps]]
 
 # Architectures whose rows of queries and keys llama.cpp's converter permutes for RoPE.
-PERMUTED = ("llama", "deepseek", "granitemoe", "granitehybrid", "nemotron_h_moe")
+PERMUTED = (
+    "llama", "deepseek", "granitemoe", "granitehybrid", "granite_swa", "nemotron_h_moe",
+)  # fmt: skip
 ROUNDING = 2**-22  # relative: two or more float32 numbers, since libraries' exponentials differ
 NORMS_PLUS_ONE = ("minimax-m3", "qwen3next", "qwen35moe", "qwen4exp", "step35")
 
