@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from functools import lru_cache
-from inspect import signature
 from typing import Any
 
 import torch
@@ -35,6 +33,7 @@ from greenroom.runtime.kernels.dense.attention import (
     is_common_attention,
 )
 from greenroom.runtime.kernels.dense.decoder import AddExperts, FusedDecoderLayer
+from greenroom.runtime.kernels.dense.norms import norm_style
 from greenroom.runtime.kernels.dense.patterns import find_sublayers
 from greenroom.runtime.kernels.dense.rotary import RotaryTables
 from greenroom.runtime.kernels.dense.stored import (
@@ -320,52 +319,6 @@ def embedding_forward(module: nn.Module, stored: StoredMatrix) -> Forward:
         return stored.look_up(input)
 
     return forward
-
-
-def _normalise(x: Tensor, eps: float) -> Tensor:
-    x = x.float()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-
-
-NORMS: dict[int, Callable[[Tensor, Tensor, float], Tensor]] = {
-    layers.ROUND_THEN_SCALE: lambda x, w, eps: w * _normalise(x, eps).to(x.dtype),
-    layers.SCALE_IN_FLOAT: lambda x, w, eps: (w.float() * _normalise(x, eps)).to(x.dtype),
-    layers.ONE_PLUS_IN_FLOAT: lambda x, w, eps: ((1 + w.float()) * _normalise(x, eps)).to(x.dtype),
-}
-
-
-@torch.no_grad()
-def norm_style(module: nn.Module) -> tuple[int, float] | None:
-    """Detect an RMSNorm module by its outputs: how it applies its weight, and its epsilon.
-
-    Return (a key of `NORMS`, epsilon), or None for other modules.
-    """
-    weight = module._parameters["weight"]
-    if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or module._modules:
-        return None
-    if len(signature(type(module).forward).parameters) != 2:  # self and x; others take a gate too
-        return None
-    epsilons = {v for v in vars(module).values() if type(v) is float and 0 < v < 0.01}
-    x = _norm_inputs(weight.numel(), weight.dtype).clone()
-    try:
-        expected = module(x)
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
-        return None  # it takes something other than one tensor
-    if not isinstance(expected, Tensor) or expected.dtype != x.dtype or expected.shape != x.shape:
-        return None
-    for eps in epsilons:
-        for style, formula in NORMS.items():
-            if torch.equal(formula(x, weight, eps), expected):
-                return style, eps
-    return None
-
-
-@lru_cache
-def _norm_inputs(columns: int, dtype: torch.dtype) -> Tensor:
-    """Return random inputs [3, columns] of three scales; a model has hundreds of equal norms."""
-    random = torch.Generator().manual_seed(0)
-    scales = torch.tensor([1e-3, 1.0, 50.0])[:, None]
-    return (torch.randn(3, columns, generator=random) * scales).to(dtype)
 
 
 def norm_forward(module: nn.Module, style: int, eps: float) -> Forward:
