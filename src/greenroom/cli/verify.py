@@ -197,13 +197,10 @@ def _difference(verdict: Verdict) -> str:
     """Return a line with the largest difference between the kernels and transformers' eager."""
     ours, grouped_mm = verdict.layer_differences
     stored = " on weights as stored" if verdict.as_stored else ""
-    line = (
-        f"{verdict.kernels} kernels, largest difference from transformers' eager{stored}:"
-        f" {ours:.3g} in a layer's output (transformers' grouped_mm: {grouped_mm:.3g})"
-    )
+    line = f"{verdict.kernels} kernels, largest difference from transformers' eager{stored}:"
+    layers = f"{ours:.3g} in a layer's output"
     if not verdict.entire_model:
-        return line
-    return (
-        f"{line}, {verdict.max_logit_difference:.3g} in logits"
-        f" ({verdict.grouped_mm_difference:.3g})"
-    )
+        return f"{line} {layers} (transformers' grouped_mm: {grouped_mm:.3g})"
+    logits = f"{verdict.max_logit_difference:.3g} in logits"
+    peer = f"{grouped_mm:.3g} and {verdict.grouped_mm_difference:.3g}"
+    return f"{line} {layers}, {logits} (transformers' grouped_mm: {peer})"

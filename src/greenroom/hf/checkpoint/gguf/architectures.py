@@ -61,7 +61,6 @@ SERVED = {
 
 # Architectures with a GGUF format that Greenroom does not read, with the reason.
 _TOWER = "since they need the vision tower, which is in another GGUF file"
-_NEW = "since they are newer than the llama.cpp that the tests compare with"
 UNREAD = {
     "deepseek_ocr2": _TOWER,
     "unlimited_ocr": _TOWER,
