@@ -107,6 +107,7 @@ MATRIX = np.zeros((16, 32), np.float32)
         ("bailing_hybrid", {"blk.0.ssm_g_a.weight": None}, "self_attn.g_proj.weight is missing"),
         ("glm5_next", {"blk.1.indexer_compressor_ape.weight": MATRIX}, "the config says [4, 16]"),
         ("granitemoe_swa", {"blk.1.ffn_up_shexp.weight": MATRIX}, "the config says [32, 32]"),
+        ("hy_v4", {"output_hc_fn.weight": None}, "model.hc_head.hc_fn is missing"),
         ("minimax_m3_vl", {"blk.1.ffn_gate_shexp.weight": None}, "blk.1.ffn_up_shexp.weight"),
         ("qwen4_exp_text", {"blk.1.indexer.k_proj.weight": None}, "blk.1.indexer.q_proj.weight"),
         ("qwen4_exp_text", {"per_layer_token_embd.weight": MATRIX}, "the config says [1176, 2]"),

@@ -34,6 +34,7 @@ SERVED = {
     "granitemoeshared": "granitemoe",
     "hunyuan_v1_moe": "hunyuan-moe",
     "hy_v3": "hy_v3",
+    "hy_v4": "hy_v4",
     "jamba": "jamba",
     "kimi_linear": "kimi-linear",
     "laguna": "laguna",

@@ -56,7 +56,7 @@ EXCEPTIONS = tuple(
         (r"^self_attn\.forget_gate\.A_log$", "ssm_a"),  # Ling 3
         (r"^self_attn\.forget_gate\.dt_bias$", "ssm_dt.bias"),
         (r"^self_attn\.forget_gate\.f_proj\.", "ssm_f_a."),
-        (r"^self_attn\.g_proj\.", "attn_gate."),
+        (r"^self_attn\.g(ate)?_proj\.", "attn_gate."),
         (r"^attn_gate\.", "ssm_g_a."),  # in layers with linear attention
         (r"^block_sparse_moe\.router\.", "ffn_gate_inp."),  # Granite with a sliding window
         (r"^shared_mlp\.input_linear\.", "ffn_up_shexp."),
@@ -94,6 +94,7 @@ SAME_NAMES = {
     "glm5-next": "kimi-linear",
     "granite_swa": "granitemoe",
     "hy_v3": "dots1",
+    "hy_v4": "glm-dsa",
     "laguna": "dots1",
     "mellum": "qwen3moe",
     "minimax-m3": "dots1",
