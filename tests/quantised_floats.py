@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.quantised import WIDE, Tensors, plain, save
@@ -141,6 +142,20 @@ def floats(folder: Path, method: str, form: str, name: str = "qwen3_moe", **over
         state = renamed(compress(w, form.replace("mxfp4 blocks", "mxfp4")), method, form)
         quantised |= {key.removesuffix("weight") + part: tensor for part, tensor in state.items()}
     return save(folder, quantised, settings_of(method, form))
+
+
+def modelopt_for_llama(folder: Path, vocabulary: int = 64) -> Path:
+    """ModelOpt's NVFP4 of a tiny Qwen3-MoE; tests/data/gguf/modelopt has it as llama.cpp's GGUF."""
+    narrow = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64}
+    sizes = {**narrow, "num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 2}
+    floats(
+        folder, "modelopt", "nvfp4", vocab_size=vocabulary, tokenizer=False, mlp_only_layers=[],
+        norm_topk_prob=True, **sizes,
+    )  # fmt: skip
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {key: tensor / 7 for key, tensor in tensors.items() if key.endswith("input_scale")}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def fp8_with_fp4_experts(folder: Path, name: str = "deepseek_v4", **overrides: Any) -> Path:

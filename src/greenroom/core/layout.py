@@ -59,6 +59,7 @@ BLOCKS = {
     "tq2_0": (256, 66),
     "gguf_mxfp4": (32, 17),
     "gguf_nvfp4": (64, 36),
+    "gguf_nvfp4_scaled": (64, 36),
     "mxfp4": (32, 16),
     "nvfp4": (16, 8),
     "ct_nvfp4": (16, 8),

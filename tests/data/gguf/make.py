@@ -286,6 +286,9 @@ def main() -> None:
     from tests.models import TYPES, make
 
     run = _converter()
+    if chosen == ["nvfp4"]:
+        _nvfp4(run)
+        return
     file = FOLDER / "refused.json"
     refused = json.loads(file.read_text()) if file.exists() else {}
     newer = "\nVersion: 9993." not in (Path(llama).parent / "PKG-INFO").read_text()
@@ -310,6 +313,21 @@ def main() -> None:
         (folder / "config.json").write_text(config + "\n")
         print(f"{name}: {(folder / 'model.gguf').stat().st_size} bytes")
     file.write_text(json.dumps(refused, indent=1, sort_keys=True) + "\n")
+
+
+def _nvfp4(run: Callable[[str, Path, list[str]], str]) -> None:
+    """Convert ModelOpt's NVFP4 checkpoint of the tests; its matrices have scales of their own."""
+    from tests.quantised_floats import modelopt_for_llama
+
+    folder = Path(__file__).parent / "modelopt"
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        modelopt_for_llama(Path(temporary), VOCAB)
+        config = json.loads((Path(temporary) / "config.json").read_text())
+        if reason := run(temporary, folder / "nvfp4.gguf", []):
+            sys.exit(reason)
+    config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def _sizes(name: str) -> dict[str, Any]:

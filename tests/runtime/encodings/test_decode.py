@@ -101,6 +101,19 @@ def test_ggml_blocks_at_the_limits(name: str) -> None:
     assert same(got, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nvfp4_blocks_under_scales_of_matrices(dtype: torch.dtype) -> None:
+    """Two matrices of two rows: llama.cpp multiplies the product with the scale."""
+    random = np.random.default_rng(2)
+    codes = random_bytes("gguf_nvfp4", 8, random).reshape(4, -1)
+    scales = torch.tensor([[0.0003], [1.7]])
+    values = torch.from_numpy(gguf.dequantize(codes, ggml("gguf_nvfp4")))
+    expected = torch.cat([values[:2] * scales[0], values[2:] * scales[1]])
+    parts = [torch.from_numpy(codes), scales]
+    got = ENCODINGS["gguf_nvfp4_scaled"].decode(parts, (4, 128), dtype)
+    assert same(got, expected.to(dtype))
+
+
 def test_codebooks_need_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codebooks, "find_spec", lambda name: None)
     codebooks.codebook.cache_clear()

@@ -35,6 +35,7 @@ class Style:
 
 STYLES = (
     *(Style(name) for name in GGML if name in FORMATS),
+    Style("gguf_nvfp4_scaled"),
     Style("mxfp4", "uint8"),
     Style("nvfp4", "float8_e4m3fn", (1, 16)),
     Style("ct_nvfp4", "float8_e4m3fn", (1, 16)),
@@ -62,6 +63,10 @@ def tensors_of(
     if style.name in GGML:
         sane_scales(style.name, raw.reshape(-1, nbytes), random)
         return {name: torch.from_numpy(raw)}
+    if style.name == "gguf_nvfp4_scaled":
+        sane_scales("gguf_nvfp4", raw.reshape(-1, nbytes), random)
+        factor = torch.from_numpy(random.uniform(0.05, 0.1, (2, 1)).astype(np.float32))
+        return {name: torch.from_numpy(raw), f"{name}.matrix_scale": factor}
     codes = torch.from_numpy(raw).view(getattr(torch, ITEM.get(style.name, "uint8")))
     down, across = style.share
     size = (-(-rows // down), columns // across) if columns % across == 0 else (-(-rows // down), 1)

@@ -95,7 +95,7 @@ def encoding_of(ggml: str) -> str:
 
 def ggml_type(encoding: str) -> str:
     """Return ggml's type name, such as Q4_K, for the name of a Greenroom encoding."""
-    return encoding.removeprefix("gguf_").upper()
+    return encoding.removeprefix("gguf_").removesuffix("_scaled").upper()
 
 
 def model_in(folder: Path) -> Path | None:

@@ -27,6 +27,7 @@ from greenroom.hf.checkpoint.pack.copies import join_planes
 from greenroom.hf.checkpoint.pack.format import DATA, PackLayer
 from greenroom.hf.checkpoint.pack.reading import Pack
 from greenroom.hf.checkpoint.quantised.methods import settings_of
+from greenroom.hf.checkpoint.read import read_tensor
 from greenroom.hf.index.conversions import WeightConversion
 from greenroom.hf.model.construction import construct, remove_towers
 from greenroom.hf.model.lazy import LazyTensor
@@ -244,6 +245,8 @@ def _by_gguf(
             values = torch.from_numpy(
                 gguf.dequantize(data.reshape(stored.codes), gguf.GGMLQuantizationType[kind])
             )
+            for scale in stored.companions:
+                values = values * read_tensor(checkpoint.files, name, scale)
         if values.is_floating_point():
             values = values.float()
         tensors[name] = values.view(stored.shape)

@@ -23,6 +23,7 @@ from greenroom.hf.checkpoint.gguf.architectures import served_names
 from greenroom.hf.checkpoint.gguf.config import Header, config_of
 from greenroom.hf.checkpoint.gguf.metadata import MODELS
 from greenroom.hf.checkpoint.gguf.origin import Origin, find_origin
+from greenroom.hf.checkpoint.gguf.scales import with_matrix_scales
 from greenroom.hf.checkpoint.gguf_file import read_gguf
 from greenroom.json_file import printable
 
@@ -72,6 +73,7 @@ class GgufCheckpoint(Checkpoint):
         origin = find_origin(paths[0], metadata, config)
         model_config, origin = config_of(header, origin)
         stored = {name: tensor for name, tensor in tensors.items() if name not in metadata}
+        tensors = with_matrix_scales(paths, architecture, tensors)
         return cls(
             paths[0], metadata, tuple(map(str, paths)), tensors, stored,
             transformers_config=model_config, origin=origin,

@@ -140,17 +140,21 @@ def from_table(
     half: int,
     *,
     exact: tuple[Any, ...] = (),
+    scaled: bool = False,
     shift: int = 5,
 ) -> list[Value]:
     """Decode 4-bit codes with a table of 16 values and a scale: scale * table[code].
 
     Weights are rounded to the model's type, unless it is one of `exact`, which represent them. A
-    row has one scale for 2^shift inputs, 16 or 32.
+    row has one scale for 2^shift inputs, 16 or 32. `scaled`: each weight is then multiplied by the
+    row's first minimum.
     """
     codes, values = codes_at(row, at, half), []
     for start in range(0, GROUP, 1 << shift):
         scale = row.scale_at(at, shift, half, start=start)
         parts = [scale * [float(v) for v in table[i : i + LANES]] for i in range(0, 16, LANES)]
+        if scaled:
+            parts = [part * row.minima.load(F32).broadcast() for part in parts]
         mine = [
             code
             for code, first in zip(codes, STARTS, strict=True)

@@ -4,6 +4,7 @@ nvfp4       codes of neighbours in a byte; scales, and a float32 scale of the ma
             their own; the matrix scale multiplies
 ct_nvfp4    the same; the matrix scale divides
 gguf_nvfp4  blocks of 64 inputs: four scales, then four times 8 bytes with codes i and i + 8 each
+gguf_nvfp4_scaled   the same; a float32 scale of the matrix is a tensor of its own, and multiplies
 """
 
 from __future__ import annotations
@@ -68,12 +69,30 @@ def with_matrix_scale(combine: Callable[[Value, Value], Value]) -> Any:
     return prepare
 
 
-def block_scales(row: Row) -> None:
-    """Emit code that writes the scales of GGUF nvfp4 as float32, halved; 0x7f is 0."""
+def block_scales(row: Row, factor: Value | None = None) -> None:
+    """Emit code that writes the scales of GGUF nvfp4 as float32, halved; 0x7f is 0.
+
+    The scales are multiplied by `factor`, four lanes, if there is one.
+    """
     with counted_loop(0, row.inputs >> 6) as number:
         raw = (row.codes + number * 36).load(I8, 4)
         halved = ((raw.convert(I16) & 0x7F) << 7).bitcast(F16).convert(F32) * 128.0
-        row.put(number << 2, halved.constant(0.0).where(raw.convert(I32).equals(0x7F), halved))
+        scales = halved.constant(0.0).where(raw.convert(I32).equals(0x7F), halved)
+        row.put(number << 2, scales if factor is None else scales * factor)
+
+
+def scaled_block_scales(row: Row) -> None:
+    """Emit code that writes the scales of GGUF nvfp4, and the scale of the matrix.
+
+    For integer products the matrix scale is in the other scales. Otherwise it is the first minimum:
+    a weight's code and block scale are multiplied exactly, and only the last product is rounded.
+    """
+    matrix_scale = row.scale.load(F32)
+    if row.powers is not None:
+        return block_scales(row, matrix_scale.broadcast(4))
+    block_scales(row)
+    row.minima.store(matrix_scale)
+    return None
 
 
 def block_codes(row: Row, at: Value, half: int) -> list[Value]:
@@ -114,6 +133,13 @@ FORMATS: dict[str, Format] = {
         Expander(
             block_scales,
             partial(from_table, block_codes, TWICE_E2M1, exact=(BF16_KIND,), shift=GROUP_SHIFT),
+        ),
+        joint_product(two_blocks, runs(8), table=TWICE_E2M1, shift=GROUP_SHIFT),
+    ),
+    "gguf_nvfp4_scaled": Format(
+        Expander(
+            scaled_block_scales,
+            partial(from_table, block_codes, TWICE_E2M1, scaled=True, shift=GROUP_SHIFT),
         ),
         joint_product(two_blocks, runs(8), table=TWICE_E2M1, shift=GROUP_SHIFT),
     ),
