@@ -169,7 +169,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granitemoe_swa": LOCAL,
     "granitemoehybrid": {**LOCAL, "layer_types": HYBRID, "mamba_n_heads": 8, "mamba_d_head": 8},
     "granitemoeshared": {**LOCAL, "shared_intermediate_size": 16},
-    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 8},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": [2, 2, 2], "head_dim": 8},
     "hy_v3": {**EIGHT, "head_dim": 8},
     "hy_v4": {"n_routed_experts": 8, "moe_intermediate_size": 24, "head_dim": 8},
     "inkling_text": {"n_routed_experts": 8, "moe_intermediate_size": 24, "head_dim": 8},

@@ -192,6 +192,20 @@ def test_a_formula_that_only_nearly_fits_is_not_taken() -> None:
     )
 
 
+def test_a_choice_that_is_no_expert_is_left_out() -> None:
+    """As LongCat-Flash's identity, which has no weights."""
+
+    def choose(logits: Tensor) -> Any:
+        ids = torch.stack([logits.argmin(1), torch.full((len(logits),), 9)], 1)
+        return logits, ids, ids
+
+    gates = RouterGates([Router(Plain(choose), nn.Module(), 8)])
+    ranked = gates.rank(0, np.eye(3, 16, dtype="f"), 8)
+    scores = Plain(choose)(torch.eye(3, 16))[0].detach()
+    assert (ranked[:, 0] == scores.argmin(1).numpy()).all()
+    assert all(sorted(row) == list(range(8)) for row in ranked.tolist())
+
+
 def test_a_router_that_chooses_too_few_experts_gives_minus_one_for_the_others() -> None:
     def choose(logits: Tensor) -> Any:
         ids = logits.argmin(1, keepdim=True)

@@ -33,6 +33,8 @@ AUTO_SHARE = 0.8  # of available memory; the remainder is left to other processe
 LARGE_SHARE = 0.25  # of the needs: above it, an error suggests a shorter context
 ROWS_EXPANDED = 64  # rows of float32 that a thread of the compiled kernel may need for scratch
 SLACK = 32 << 20  # for allocators, whose unused memory cannot be counted
+# Attributes of configs with the experts of a token; most of transformers' configs have the first.
+EXPERTS_PER_TOKEN = "num_experts_per_tok", "top_k_experts", "moe_top_k"
 
 Reader = Callable[[], tuple[int, int]]  # (free, total) bytes of a device
 
@@ -224,9 +226,12 @@ def chunks_of(catalog: Catalog, pieces: Pieces | None = None) -> Sequence[tuple[
 
 
 def experts_per_token(model: PreTrainedModel) -> int:
-    """Return `num_experts_per_tok` of a model's config; 1 if the config has no such entry."""
-    config = model.config.get_text_config()
-    return int(getattr(config, "num_experts_per_tok", None) or 1)
+    """Return the most experts that a token uses in a layer; 1 if the config has no entry."""
+    text = model.config.get_text_config()
+    configs = text, getattr(text, "ffn_config", None)  # DBRX's, of its MoE blocks
+    entries = (getattr(config, name, None) for config in configs for name in EXPERTS_PER_TOKEN)
+    entry: int | list[int] = next((entry for entry in entries if entry), 1)
+    return max(entry) if isinstance(entry, list) else entry  # Hunyuan's list has a number a layer
 
 
 def _expansion(weight: WeightSpec, compiled: bool) -> int:

@@ -90,17 +90,22 @@ def top_k_of(router: Router) -> int:
 
 
 def _rank_by_router(router: Router, inputs: Inputs, width: int) -> Ids:
-    """Rank the experts that a router chooses first, then the others by its scores."""
+    """Rank the experts that a router chooses first, then the others by its scores.
+
+    A choice beyond the experts is none of them: LongCat-Flash's identity.
+    """
     parameter = next((p for p in router.module.parameters() if p.is_floating_point()), None)
     hidden = torch.from_numpy(inputs)
     if parameter is not None:
         hidden = hidden.to(parameter.device, parameter.dtype)
     scores, chosen = router(hidden)
     if scores is None:
+        chosen = chosen.where(chosen < router.experts, -1)
         ids = chosen[:, :width].cpu().numpy().astype(np.int64)
         return np.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=-1)
     order = torch.argsort(scores.float(), dim=1, descending=True, stable=True)
-    others = torch.ones_like(scores, dtype=torch.uint8).scatter_(1, chosen, 0)
+    columns = max(scores.shape[1], int(chosen.max()) + 1)
+    others = scores.new_ones((len(scores), columns), dtype=torch.uint8).scatter_(1, chosen, 0)
     first = torch.argsort(others.gather(1, order), dim=1, stable=True)
     ranked: Ids = order.gather(1, first)[:, :width].cpu().numpy()
     return ranked
