@@ -70,8 +70,11 @@ class LoadConfig(SchedulerConfig):
         " that computes; auto: worker for learned with a GPU", None, PREDICT_IN, group=PREFETCHING,
     )  # fmt: skip
     kernels: str = option(
-        "auto", "implementation of the experts' computation", None, KERNELS, group=MACHINE
-    )
+        "auto", "implementation of the experts' computation: numba compiles for the CPU, rounded is"
+        " numba with weights rounded as transformers rounds them, triton is for GPUs, and eager"
+        " has the bits of transformers' eager experts but is slower; auto is numba or triton",
+        None, KERNELS, group=MACHINE,
+    )  # fmt: skip
     device: str = option(
         "auto", "processor that computes: auto is a GPU if there is one. Several GPUs, as"
         " cuda:0,cuda:1, divide the experts among them; fake is for tests",

@@ -13,8 +13,8 @@ from greenroom.json_file import printable
 
 Tensors = dict[str, StoredTensor]
 SERVED = (
-    "supported: fp8, mxfp4 and nvfp4 (of DeepSeek, ModelOpt, Quark, FBGEMM and compressed-tensors),"
-    " and integers of 4 and 8 bits of compressed-tensors, GPTQ and AWQ"
+    "supported: fp8, mxfp4 and nvfp4 of DeepSeek, ModelOpt, Quark, FBGEMM and compressed-tensors;"
+    " integers of 4 and 8 bits of AWQ, GPTQ and compressed-tensors"
 )
 E8M0 = ("uint8", "float8_e8m0fnu")  # powers of two; some files call them uint8
 # Endings of names of scales that belong to activations and to keys and values, which Greenroom does
