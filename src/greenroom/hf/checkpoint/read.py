@@ -1,12 +1,11 @@
 """Read complete tensors of a checkpoint into memory, decoded.
 
-Files are read, not mapped, and their pages are then dropped from the page cache: otherwise tensors
-would be in memory twice. Casts and dequantisation work in small chunks for the same reason.
+Files are read past the page cache (runtime/store/ranges.py): otherwise tensors would be in memory
+twice. Casts and dequantisation work in small chunks for the same reason.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -19,6 +18,7 @@ from greenroom.errors import CheckpointError, StoreError, UnsupportedModel
 from greenroom.hf.checkpoint.header import StoredTensor
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.slots.forms import arrange, as_integers
+from greenroom.runtime.store.ranges import RangeReader
 
 CHUNK = 1 << 20  # bytes read at a time where a tensor is cast; more would fragment the heap
 
@@ -167,21 +167,16 @@ def _read_plain(files: Sequence[str], name: str, stored: StoredTensor, into: Ten
     kind = _dtype(path, name, stored)
     cast = into.dtype != kind
     try:
-        with open(path, "rb", buffering=0) as stream:
-            stream.seek(stored.offset)
+        with RangeReader(path, stored.offset, stored.nbytes) as reader:
             for part in into.split(CHUNK // kind.itemsize) if cast else (into,):
                 chunk = torch.empty(len(part), dtype=kind) if cast else part
-                view = chunk.view(torch.uint8).numpy().data
-                while view:
-                    if not (n := stream.readinto(view)):
-                        raise CheckpointError(
-                            f"{path}: truncated: the file ends inside the tensor {name}: download"
-                            " the file again"
-                        )
-                    view = view[n:]
+                if not reader.fill(chunk.view(torch.uint8).numpy()):
+                    raise CheckpointError(
+                        f"{path}: truncated: the file ends inside the tensor {name}: download the"
+                        " file again"
+                    )
                 if cast:
                     part.copy_(chunk)
-            os.posix_fadvise(stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise CheckpointError(
             f"{path}: reading the tensor {name} failed: {error.strerror}"

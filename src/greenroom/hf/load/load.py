@@ -22,7 +22,6 @@ from greenroom.hf.load.attach import Progress, attach
 from greenroom.hf.load.budget import budget_for
 from greenroom.hf.load.choices import complete_setup, requested_setup
 from greenroom.hf.load.describe import Description
-from greenroom.hf.load.read_ahead import read_ahead
 from greenroom.hf.load.resolve import resolve
 from greenroom.runtime.memory.system import gc_paused
 
@@ -113,7 +112,6 @@ def load_with(
         files, skeleton, on_a_gpu = resolve(source, config)
         description = Description.of(skeleton, config, on_a_gpu)
         setup = requested_setup(files, description, config, remember)
-        read_ahead(skeleton)
         tokenizer = tokenizer_of(files.checkpoint)
         budget = budget_for(description, setup, config, caller_bytes)
         setup = complete_setup(description, budget, config)

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -53,6 +54,8 @@ from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.memory.arena import TensorArena
 
 log = logging.getLogger(__name__)
+
+READERS = 4  # threads that read dense matrices
 
 DenseParameter = EncodedParameter | JoinedParameter | TableParameter
 
@@ -196,9 +199,7 @@ class ModelSkeleton:
         self._check_loaded(info)
         type(model)._finalize_model_loading(model, options, info)
         model.all_tied_weights_keys = tied
-        arena = TensorArena()  # separate, since `detach` frees these before the others
-        for one in self._encoded.values():
-            one.load(self.checkpoint, arena.empty)
+        self._load_encoded()
         model.eval()
         model.set_use_kernels(False, None)
         if not isinstance(self.checkpoint, GgufCheckpoint):  # a GGUF file has no generation config
@@ -207,6 +208,21 @@ class ModelSkeleton:
             with device_errors("the dense parts"):
                 model.to(device)
         return model
+
+    def _load_encoded(self) -> None:
+        """Read the matrices that stay quantised, in a few threads."""
+        arena = TensorArena()  # separate, since `detach` frees these before the others
+        with ThreadPoolExecutor(READERS) as pool:
+            reads = [
+                pool.submit(one.load, self.checkpoint, arena.empty)
+                for one in self._encoded.values()
+            ]
+            try:
+                for read in reads:
+                    read.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def options(self, quantiser: Any = None) -> LoadStateDictConfig:
         """Return the options for transformers' loader.
