@@ -34,6 +34,7 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exper
 # Architectures that release 9993 of llama.cpp does not know.
 NEWER = {
     "bailing_hybrid",
+    "dots3_note_text",
     "glm5_next",
     "granitemoe_swa",
     "hy_v4",
@@ -87,6 +88,22 @@ SIZES: dict[str, dict[str, Any]] = {
             "heavily_compressed_attention",
         ],
         "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    },
+    "dots3_note_text": {
+        "num_hidden_layers": 2,
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "index_topk": 8,
+        "sliding_window": 8,
+        "n_group": 1,
+        "per_layer_config": {
+            1: {
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "kv_lora_rank": 8,
+                "head_dim": 24,
+                "qk_nope_head_dim": 16,
+            }
+        },
     },
     "gemma4": {
         "vocab_size_per_layer_input": VOCAB,
@@ -188,6 +205,20 @@ HUB: dict[str, dict[str, Any]] = {
     "deepseek_v4": {
         "num_hash_layers": 1,
         "compress_ratios": [0, 4, 8],
+    },
+    "dots3_note_text": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window_size": 8,
+        "scoring_func": "sigmoid",
+        "apply_mla_qkv_lora_rescale": True,
+        "first_k_dense_replace": 1,
+        "swa_num_attention_heads": 2,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 8,
+        "swa_head_dim": 24,
+        "swa_qk_nope_head_dim": 16,
+        "swa_qk_rope_head_dim": 8,
+        "swa_v_head_dim": 8,
     },
     "exaone_moe": {"architectures": ["ExaoneMoEForCausalLM"]},
     "gemma4": {"text_config": {"global_head_dim": 8}},

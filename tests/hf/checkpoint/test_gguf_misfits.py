@@ -69,6 +69,7 @@ def refusal(path: Path) -> str:
         ("deepseek_v3", {"kv_lora_rank": 8}, "do not fit the config"),
         ("deepseek_v3", {"v_head_dim": 16}, "do not fit the config"),
         ("granitemoehybrid", {"mamba_d_state": 16}, "the config says"),
+        ("qwen3_moe", {"per_layer_config": {"1": {"num_attention_heads": 2}}}, "a per-layer attr"),
         ("laguna", {"num_attention_heads_per_layer": [4, 4]}, "has shape [64, 32], but the config"),
         ("gemma4", {"text_config": {"hidden_size": 64}}, "its hidden_size is 64, but embedding"),
         ("olmoe", {"hidden_size": "wide"}, "not a valid olmoe config"),
@@ -79,7 +80,7 @@ def test_a_config_with_other_sizes(
 ) -> None:
     config = json.loads((FOLDER / name / "config.json").read_text())
     for key, value in changes.items():
-        config[key] = config[key] | value if isinstance(value, dict) else value
+        config[key] = config.get(key, {}) | value if isinstance(value, dict) else value
     (tmp_path / "config.json").write_text(json.dumps(config))
     shutil.copy(FOLDER / name / "model.gguf", tmp_path)
     message = refusal(tmp_path / "model.gguf")
@@ -108,6 +109,7 @@ MATRIX = np.zeros((16, 32), np.float32)
         ("glm5_next", {"blk.1.indexer_compressor_ape.weight": MATRIX}, "the config says [4, 16]"),
         ("granitemoe_swa", {"blk.1.ffn_up_shexp.weight": MATRIX}, "the config says [32, 32]"),
         ("hy_v4", {"output_hc_fn.weight": None}, "model.hc_head.hc_fn is missing"),
+        ("dots3_note_text", {"blk.1.attn_k_norm.weight": None}, "only_layernorm.weight is missing"),
         ("minimax_m3_vl", {"blk.1.ffn_gate_shexp.weight": None}, "blk.1.ffn_up_shexp.weight"),
         ("qwen4_exp_text", {"blk.1.indexer.k_proj.weight": None}, "blk.1.indexer.q_proj.weight"),
         ("qwen4_exp_text", {"per_layer_token_embd.weight": MATRIX}, "the config says [1176, 2]"),

@@ -21,6 +21,7 @@ from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.cuda.engine import Engine
+from tests.gguf_architectures import FOLDER
 from tests.gguf_models import write
 from tests.models import cached_tiny, reference
 
@@ -268,3 +269,19 @@ def test_compiled_kernels_expand_some_rows_of_an_expert_and_eager_a_whole_one(
     skeleton = ModelSkeleton.of(other)  # no product reads this type
     both = [Workspace.of(skeleton.model, skeleton.catalog, kind).fixed for kind in (True, False)]
     assert both[0] == both[1]
+
+
+def test_layers_with_numbers_of_heads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dots3: its first layer has 4 heads of width 16, its second 2 of width 24."""
+    monkeypatch.setattr("greenroom.hf.kv.sizes._LAYERS", {})
+    # As for a model whose pass cannot run on the meta device.
+    monkeypatch.setattr("greenroom.hf.kv.sizes._layers", lambda *_: 1 / 0)
+    heads = {"dots3_note_text": [(4, 16, 16), (2, 24, 24)], "qwen3_moe": [(2, 8, 8)] * 3}
+    for name, shapes in heads.items():
+        skeleton = ModelSkeleton.of(FOLDER / name / "model.gguf")
+        model, catalog = skeleton.model, skeleton.catalog
+        assert [layer.shape for layer in kv_bytes(model, block=64).layers] == shapes
+        model.set_attn_implementation("eager")
+        workspace = Workspace.of(model, catalog, True)
+        assert workspace.pair == 10 * 4
+        assert workspace.context == (2 * 4 * 8 * 2 if name == "qwen3_moe" else 0)

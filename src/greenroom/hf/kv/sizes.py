@@ -244,12 +244,20 @@ def _layer(layer: Any, block: int) -> LayerSize:
     )
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """Return the config of each layer; one config if all layers have the same."""
+    return list(config.per_layer_config) if config.is_heterogeneous else [config]
+
+
 def _by_config(model: PreTrainedModel) -> list[LayerSize]:
     """Compute the sizes of KV cache layers from the model's config, as full attention."""
     config: Any = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = int(2 * heads * width * model.dtype.itemsize)
-    pages = 2 * heads * PAGESIZE
-    layer = LayerSize(token, pages, rows=2 * heads, in_place=False, shape=(heads, width, width))
-    return [layer] * config.num_hidden_layers
+    layers = []
+    for each in layer_configs(config):
+        heads = getattr(each, "num_key_value_heads", None) or each.num_attention_heads
+        width = getattr(each, "head_dim", None) or each.hidden_size // each.num_attention_heads
+        token = int(2 * heads * width * model.dtype.itemsize)
+        pages = 2 * heads * PAGESIZE
+        shape = (heads, width, width)
+        layers.append(LayerSize(token, pages, rows=2 * heads, in_place=False, shape=shape))
+    return layers if config.is_heterogeneous else layers * config.num_hidden_layers

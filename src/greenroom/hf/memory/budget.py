@@ -22,6 +22,7 @@ from greenroom.core.layout import PLAIN, Catalog, WeightSpec
 from greenroom.core.pieces import Pieces
 from greenroom.core.transfers.tiers import host_slot_groups, least_host_slots
 from greenroom.errors import BudgetError
+from greenroom.hf.kv.sizes import layer_configs
 from greenroom.runtime.cuda.host import piece_rooms, slot_sizes, slots_by_size
 from greenroom.runtime.kernels.dense.stored import expanded_bytes
 from greenroom.runtime.kernels.matrix import unsupported_reason
@@ -263,7 +264,7 @@ class Workspace:
         `compiled`: compiled kernels on a CPU compute the experts, and expand a few rows at a time.
         """
         config: Any = model.config.get_text_config()
-        hidden, heads = config.hidden_size, config.num_attention_heads
+        layers, hidden = layer_configs(config), config.hidden_size
         weights = [
             layout.weight(spec.name)
             for layout in catalog.layouts
@@ -276,15 +277,19 @@ class Workspace:
         experts = top_k * hidden * 8 + (hidden + inner) * 16
         if compiled:  # a pass has the activations of all chosen experts at the same time
             experts = max(experts, top_k * (2 * inner + hidden) * 4 + hidden * 16)
-        dense = max(hidden, getattr(config, "intermediate_size", 0) or 0) * 24
+        dense = max([hidden, *(getattr(c, "intermediate_size", 0) or 0 for c in layers)]) * 24
         logits = 4 * config.vocab_size * 4
         eager = config._attn_implementation == "eager"
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        width = getattr(config, "head_dim", None) or hidden // heads
-        # Grouped keys and values are repeated for each head; a pair has scores, or a mask.
-        repeated = 2 * heads * width * model.dtype.itemsize if kv_heads < heads else 0
+        heads, repeated = max(each.num_attention_heads for each in layers), 0
+        for each in layers:
+            kv_heads = getattr(each, "num_key_value_heads", None) or each.num_attention_heads
+            width = getattr(each, "head_dim", None) or hidden // each.num_attention_heads
+            if kv_heads < each.num_attention_heads:  # keys and values are repeated for each head
+                nbytes = 2 * each.num_attention_heads * width * model.dtype.itemsize
+                repeated = max(repeated, nbytes)
         widened += expanded_bytes(model)
-        return cls(int(widened + logits), experts + dense, repeated, heads * 10 if eager else 8)
+        pair = heads * 10 if eager else 8  # scores, or a mask
+        return cls(int(widened + logits), experts + dense, repeated, pair)
 
     def nbytes(self, batch: int, length: int, tokens: int, block: int = PREFILL_BLOCK) -> int:
         """Return the activation bytes of a pass of `batch` sequences.

@@ -19,6 +19,7 @@ SERVED = {
     "deepseek_v32": "deepseek32",
     "deepseek_v4": "deepseek4",
     "dots1": "dots1",
+    "dots3_note": "dots3note",
     "ernie4_5_moe": "ernie4_5-moe",
     "exaone_moe": "exaone-moe",
     "gemma4": "gemma4",

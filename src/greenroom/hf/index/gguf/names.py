@@ -60,6 +60,7 @@ EXCEPTIONS = tuple(
         (r"^attn_gate\.", "ssm_g_a."),  # in layers with linear attention
         (r"^block_sparse_moe\.router\.", "ffn_gate_inp."),  # Granite with a sliding window
         (r"^shared_mlp\.input_linear\.", "ffn_up_shexp."),
+        (r"^self_attn\.k_rope_only_layernorm\.", "attn_k_norm."),  # dots3
         (r"^(attn|mlp)_hyper_connection\.", r"hc_\1_"),  # Qwen4
         (r"^hc_mlp_", "hc_ffn_"),
         (r"^(hc_\w+_)hc_norm\.", r"\1norm."),
@@ -91,6 +92,7 @@ SAME_NAMES = {
     "cohere2moe": "dots1",
     "deepseek32": "glm-dsa",
     "deepseek4": "glm-dsa",
+    "dots3note": "glm-dsa",
     "glm5-next": "kimi-linear",
     "granite_swa": "granitemoe",
     "hy_v3": "dots1",

@@ -70,17 +70,18 @@ class Flatten(_OneTensor):
 
 
 class LogMagnitude(_OneTensor):
-    """Operation that takes the logarithm of magnitudes: A of linear attention is exp or -exp.
-
-    A logarithm in float32 is not always the number whose exponential was stored. If that was a
-    bfloat16 number, it is found again: its exponential is the stored one but for rounding.
-    """
+    """Operation that takes the logarithm of magnitudes: A of linear attention is exp or -exp."""
 
     def change(self, tensor: Tensor, config: Any) -> Tensor:
-        magnitude = tensor.abs()
-        exact = magnitude.log()
-        short = exact.bfloat16().float()
-        return torch.where(torch.isclose(short.exp(), magnitude, ROUNDING, 0), short, exact)
+        return _restored(tensor.abs(), torch.log, torch.exp)
+
+
+class ScaleDown(_OneTensor):
+    """Operation that divides a norm by sqrt(hidden size / its length), as dots3 scales latents."""
+
+    def change(self, tensor: Tensor, config: Any) -> Tensor:
+        factor = (config.get_text_config().hidden_size / len(tensor)) ** 0.5
+        return _restored(tensor, lambda values: values / factor, lambda values: values * factor)
 
 
 class JoinKeysAndValues(ConversionOps):
@@ -133,6 +134,19 @@ class JoinByKeyHead(ConversionOps):
         q, k, v = qkv.split([rows, rows, qkv.shape[0] - 2 * rows])
         parts = [part.unflatten(0, (keys, -1)) for part in (q, k, v, z)]
         return {target_patterns[0]: torch.cat(parts, 1).flatten(0, 1)}
+
+
+def _restored(
+    stored: Tensor, undo: Callable[[Tensor], Tensor], change: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Undo a function that rounds in float32, such as exp.
+
+    The result is not always the number to which `change` was applied. If that was a bfloat16
+    number, it is found again: `change` makes the stored number of it, but for rounding.
+    """
+    exact = undo(stored)
+    short = exact.bfloat16().float()
+    return torch.where(torch.isclose(change(short), stored, ROUNDING, 0), short, exact)
 
 
 def _tensors(input_dict: dict[str, Any], patterns: list[str]) -> list[Tensor]:
@@ -204,6 +218,7 @@ CHANGED = (
     ChangedValue((), r"\.ssm_norm\.weight$", lambda config: [Flatten()]),
     ChangedValue(NORMS_PLUS_ONE, r"(?<!ssm_)norm\.weight$", lambda config: [SubtractOne()]),
     ChangedValue(("qwen4exp",), r"\.ple_norm_\w+\.weight$", lambda config: [SubtractOne()]),
+    ChangedValue(("dots3note",), r"\.attn_(q|kv)_a_norm\.", lambda config: [ScaleDown()]),
     *(
         ChangedValue(("qwen35moe", "qwen4exp"), pattern, undo)
         for pattern, undo in (
