@@ -11,7 +11,7 @@ from greenroom.cli.options.fields import add_model, add_options, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json, add_out, check_target
 from greenroom.cli.terminal.progress import model_progress
-from greenroom.config import TrainConfig
+from greenroom.config import LoadConfig, TrainConfig
 from greenroom.errors import UsageError
 
 HELP = "train a predictor of a model's experts from recorded routing, for --prefetch learned"
@@ -26,6 +26,7 @@ def add_to(parser: Parser) -> None:
     add_out(parser, "the file of the predictor to write")
     add_json(parser)
     add_options(parser, TrainConfig, "training")
+    add_options(parser, LoadConfig, "options", names=("config",))
 
 
 def main(args: argparse.Namespace) -> None:
@@ -41,7 +42,7 @@ def main(args: argparse.Namespace) -> None:
         from greenroom.trace import load
 
         trace = load(args.trace)
-        digest = fingerprint(find_checkpoint(args.model))
+        digest = fingerprint(find_checkpoint(args.model, args.config))
         recorded = trace.meta.get("fingerprint")
         if recorded != digest:
             none = recorded is None

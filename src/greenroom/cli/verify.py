@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HELP = "check that output equals the full model's, bit for bit; or measure a pack's quality"
 TOKENS = 24  # to compare
-PROOF = ("prompt", "layers", "max_new_tokens", "config")  # not for --quality
+PROOF = ("prompt", "layers", "max_new_tokens")  # not for --quality
 APPROXIMATE = tuple(
     each.name for each in options_in(LoadConfig) if each.metadata["group"] == INEXACT
 )
@@ -133,6 +133,7 @@ def _quality(args: argparse.Namespace, progress: Progress) -> None:
         kv=args.kv,
         kernels=args.kernels,
         approximation=approximation,
+        config=args.config,
         say=_reporter(args, progress),
     )
     progress.clear()

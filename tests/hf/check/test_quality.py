@@ -152,3 +152,17 @@ def test_keys_and_values_and_kernels_are_compared_with_the_model_itself() -> Non
     assert fp8.original == fp8.model == name
     assert 1e-6 < fp8.kl_mean < 1
     assert fp8.original_perplexity == pytest.approx(same.original_perplexity, rel=0.01)
+
+
+def test_a_config_for_the_gguf_files_of_the_two_models(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})
+    folder = tmp_path / "config"
+    folder.mkdir()
+    ModelSkeleton.of(path).model.config.save_pretrained(folder)
+    measured = quality(
+        str(path), TEXT, kernels="eager", tokens=30, cache="100%", config=str(folder)
+    )
+    assert measured.same_top > 0.9
+    with pytest.raises(UsageError) as error:
+        quality(str(source()), TEXT, str(source()), kv="int4", config=str(folder))
+    assert "--config is for GGUF files, but neither" in one_line(error)

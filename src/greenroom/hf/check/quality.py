@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from greenroom.config import LoadConfig, show_bytes
 from greenroom.errors import ModelError, NotAModel, OutputError, UsageError
 from greenroom.hf.check.passes import logits_of, streamed_model
-from greenroom.hf.checkpoint.resolve import find_checkpoint
+from greenroom.hf.checkpoint.resolve import find_checkpoint, resolve
 from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.load.describe import context_of
 from greenroom.hf.memory.approximate import APPROXIMATION_OPTIONS, check_copies
@@ -73,6 +73,7 @@ def quality(
     kv: str = "dynamic",
     kernels: str = "auto",
     approximation: Mapping[str, Any] | None = None,
+    config: str | None = None,
     say: Report = lambda line: None,
 ) -> Quality:
     """Measure a model's KL divergence and perplexity against its original on a text.
@@ -85,6 +86,7 @@ def quality(
     kv, kernels: options of the model; the original has the defaults
     approximation: options that approximate the experts missing from the cache, by name; without
              `against` the original is then the same checkpoint without them
+    config:  the config of the GGUF files among the two models: a folder, a file or a hub id
     say:     called with a line for each stage
 
     A forward pass has 512 tokens of the text. If `kv` is not dynamic, it has 64 tokens, so that
@@ -94,29 +96,29 @@ def quality(
     Raises UsageError if there is no original or the two models do not match, and OutputError if the
     temporary file for the original's logits cannot be written.
     """
-    config = LoadConfig(cache=cache, dtype=dtype, prefetch="off" if approximation else "auto")
-    changed = replace(config, kv=kv, kernels=kernels, **(approximation or {}))
-    if approximation and against is None:
-        original = source
-    else:
-        original = _find_original(source, against, itself=changed != config)
-    skeletons = tuple(ModelSkeleton.of(find_checkpoint(name), dtype) for name in (source, original))
+    load = LoadConfig(cache=cache, dtype=dtype, prefetch="off" if approximation else "auto")
+    changed = replace(load, kv=kv, kernels=kernels, **(approximation or {}))
+    original = source
+    if not approximation or against is not None:
+        original = _find_original(source, against, config, itself=changed != load)
+    configs = _configs_of(source, original, config)
+    checkpoints = map(find_checkpoint, (source, original), configs)
+    skeletons = tuple(ModelSkeleton.of(checkpoint, dtype) for checkpoint in checkpoints)
     _check_match(source, original, skeletons)
     for skeleton in skeletons:
         slots_for(cache, skeleton.catalog)  # an error comes before the work begins
     check_copies(skeletons[0].catalog, changed.approximation())
     windows = _cut_windows((source, original), skeletons, text, tokens)
     step = 1 if approximation else PASS if kv != "dynamic" else WINDOW
-    size = skeletons[1].model.config.get_text_config().vocab_size
-    _check_room(sum(len(window) - 1 for window in windows) * size * skeletons[1].dtype.itemsize)
+    _check_room(windows, skeletons[1])
     rows: list[Tensor] = []
     with tempfile.TemporaryFile() as spool:
         say(f"computing {sum(map(len, windows))} tokens with {original}")
-        with streamed_model(original, config) as model:
+        with streamed_model(original, replace(load, config=configs[1])) as model:
             shapes = [_spool(_logits(model, window, step), spool) for window in windows]
-        say(f"computing the same tokens with {source}{_option_text(config, changed)}")
+        say(f"computing the same tokens with {source}{_option_text(load, changed)}")
         spool.seek(0)
-        with streamed_model(source, changed) as model:
+        with streamed_model(source, replace(changed, config=configs[0])) as model:
             for window, shape in zip(windows, shapes, strict=True):
                 rows += _compare(spool, shape, _logits(model, window, step), window[1:])
             approximated = model.greenroom.stats().approximated
@@ -141,12 +143,27 @@ def _result(
     )
 
 
-def _find_original(source: str, against: str | None, itself: bool) -> str:
+def _configs_of(source: str, original: str, config: str | None) -> list[str | None]:
+    """Return the configs of both models; UsageError if there is one, but no GGUF file."""
+    configs = [_config_of(name, config) for name in (source, original)]
+    if config is not None and not any(configs):
+        raise UsageError(
+            f"--config is for GGUF files, but neither {source} nor {original} is one: leave it out"
+        )
+    return configs
+
+
+def _config_of(model: str, config: str | None) -> str | None:
+    """Return the config that a model is opened with: None if the model is no GGUF file."""
+    return config if config is not None and resolve(model).suffix == ".gguf" else None
+
+
+def _find_original(source: str, against: str | None, config: str | None, itself: bool) -> str:
     """Find the name of the original to compare a model with.
 
     With `itself`, the model differs from its original in options, so both may be one checkpoint.
     """
-    checkpoint = find_checkpoint(source)
+    checkpoint = find_checkpoint(source, _config_of(source, config))
     if against is None and checkpoint.pack is None:
         if itself:
             return source
@@ -155,7 +172,7 @@ def _find_original(source: str, against: str | None, itself: bool) -> str:
         )
     original = against or checkpoint.pack.header.source.model  # type: ignore[union-attr]
     try:
-        other = find_checkpoint(original)
+        other = find_checkpoint(original, _config_of(original, config))
     except ModelError as error:
         if against is not None:
             raise
@@ -215,7 +232,10 @@ def _cut_windows(
     return windows
 
 
-def _check_room(nbytes: int) -> None:
+def _check_room(windows: Sequence[Sequence[int]], original: ModelSkeleton) -> None:
+    """Raise OutputError if the original's logits do not fit on the disk."""
+    size = original.model.config.get_text_config().vocab_size
+    nbytes = sum(len(window) - 1 for window in windows) * size * original.dtype.itemsize
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     if nbytes > free:
