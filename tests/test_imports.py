@@ -66,6 +66,25 @@ def test_what_needs_no_model_imports_nothing_heavy(statement: str) -> None:
     python(LIGHT.format(statement=statement, heavy=HEAVY))
 
 
+# Modules that a start of `greenroom run` does not need.
+UNUSED_IN_RUN = [
+    "torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.tensor._api",
+    "torch.distributed.checkpoint.metadata", "torch.distributed.fsdp.api", "triton", "scipy",
+    "pandas", "pyarrow", "matplotlib", "rich", "pydantic", "starlette", "fastapi", "uvicorn",
+    "prometheus_client", "llguidance", "greenroom.server", "greenroom.hf.pack",
+    "greenroom.hf.measure",
+]  # fmt: skip
+
+
+def test_a_run_imports_nothing_that_it_does_not_need() -> None:
+    statement = (
+        "from greenroom.cli import main;"
+        " sys.argv = ['greenroom', 'run', 'demo', 'a', '--max-new-tokens', '1'];"
+        " assert main() == 0"
+    )
+    python(LIGHT.format(statement=statement, heavy=UNUSED_IN_RUN))
+
+
 def test_public_names_exist() -> None:
     for name in greenroom.__all__:
         assert getattr(greenroom, name)

@@ -13,6 +13,7 @@ import sys
 from importlib import import_module
 
 from greenroom import __version__
+from greenroom.cli.early.unused_imports import defer_unused_imports
 from greenroom.cli.options.parser import Parser, add_commands
 from greenroom.environment import check_platform, limit_spinning, request_large_pages
 from greenroom.errors import GreenroomError, VerifyError
@@ -46,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments are those of the process, which the command then owns: it may end the process on
     Ctrl-C.
     """
+    if argv is None:
+        defer_unused_imports()
     watch = InterruptWatch()
     if argv is not None or not watch.begin():
         return _ended(*_outcome(argv))

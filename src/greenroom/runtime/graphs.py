@@ -17,11 +17,13 @@ def outside_graphs(function: Function) -> Function:
 
     Dynamo ends its graph at a call of the function, and skips the function's code and all that the
     code calls. `torch.compiler.disable` does the same with a wrapper, which costs 1.5 microseconds
-    a call; it is used only with versions of torch that cannot do without the wrapper.
+    a call; it is used only with versions of torch that cannot do without the wrapper. The functions
+    are those of torch._dynamo.eval_frame; importing torch._dynamo takes 0.5 s.
     """
     try:
-        from torch._dynamo.eval_frame import set_code_exec_strategy
-        from torch._dynamo.types import FrameAction, FrameExecStrategy
+        from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+        from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+        from torch._C._dynamo.eval_frame import set_code_exec_strategy
     except ImportError:
         return torch.compiler.disable(function, reason=_WHY)
     skip = FrameAction.SKIP
