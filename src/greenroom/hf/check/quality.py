@@ -98,12 +98,11 @@ def quality(
     """
     load = LoadConfig(cache=cache, dtype=dtype, prefetch="off" if approximation else "auto")
     changed = replace(load, kv=kv, kernels=kernels, **(approximation or {}))
-    original = source
-    if not approximation or against is not None:
-        original = _find_original(source, against, config, itself=changed != load)
+    itself = bool(approximation) and against is None
+    original = source if itself else _find_original(source, against, config, changed != load)
     configs = _configs_of(source, original, config)
-    checkpoints = map(find_checkpoint, (source, original), configs)
-    skeletons = tuple(ModelSkeleton.of(checkpoint, dtype) for checkpoint in checkpoints)
+    opened = map(find_checkpoint, (source, original), configs)
+    skeletons = [ModelSkeleton.of(checkpoint, dtype) for checkpoint in opened]
     _check_match(source, original, skeletons)
     for skeleton in skeletons:
         slots_for(cache, skeleton.catalog)  # an error comes before the work begins
