@@ -23,7 +23,7 @@ _local = threading.local()  # a buffer for each thread
 
 
 class RangeReader:
-    """Reader of one byte range of a file, from its beginning on, as a context manager.
+    """Sequential reader of one byte range of a file, as a context manager.
 
     All methods raise OSError if the file cannot be read.
     """
