@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tests.quantised import WIDE, Tensors, plain, save
 
+ONES = {4: 0x11111111, 8: 0x01010101}  # what GPTQ's old format subtracts from eight or four zeros
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -52,7 +53,7 @@ def quantised(
             low = -high
         scale = ((high - low) / top).half()
         scales.append(scale)
-        zero = (-low / scale.float()).round().clamp(1, top)
+        zero = (-low / scale.float()).round().clamp(0, top)
         zeros.append(torch.full_like(zero, (top + 1) // 2) if symmetric else zero)
     scale, zero = torch.stack(scales), torch.stack(zeros)
     codes = (rows / scale.float()[groups] + zero[groups]).round().clamp(0, top)
@@ -103,7 +104,7 @@ def gptq(
         value = (scale[index] * (codes - zero[index])).T
         parts = {
             "qweight": packed(codes.T, bits).T,
-            "qzeros": packed((zero - int(form == "gptq")) & ((1 << bits) - 1), bits),
+            "qzeros": packed(zero, bits) - int(form == "gptq") * ONES[bits],
             "scales": scale,
             "g_idx": index.to(torch.int32),
         }

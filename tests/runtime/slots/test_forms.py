@@ -21,7 +21,9 @@ def gptq(bits: int, minus: int) -> Callable[[np.ndarray, int, int], int]:
     per = 32 // bits
 
     def zero(words: np.ndarray, row: int, group: int) -> int:
-        return int(element(words[group, row // per], bits, row % per) + minus) % (1 << bits)
+        ones = sum(minus << shift for shift in range(0, 32, bits))
+        word = (int(words[group, row // per]) + ones) % (1 << 32)
+        return int(element(word, bits, row % per))
 
     return zero
 
@@ -63,6 +65,22 @@ def test_zeros(form: str) -> None:
     want = [[zero(words, row, group) for group in range(WIDTH)] for row in range(ROWS)]
     assert (target[:, :WIDTH].view(np.uint8) == want).all()
     assert not target[:, WIDTH:].any()
+
+
+@pytest.mark.parametrize(("bits", "ones"), [(4, 0x11111111), (8, 0x01010101)])
+def test_old_zeros_are_those_before_the_export(bits: int, ones: int) -> None:
+    """`qzeros -= ones` is what GPTQModel's convert_gptq_v2_to_v1_format does to int32."""
+    zeros = np.random.default_rng(1).integers(0, 1 << bits, (ROWS, WIDTH), np.uint8)
+    zeros[: ROWS // 2] //= 1 << bits - 1  # many zeros of 0
+    assert (zeros == 0).sum() > WIDTH
+    words = np.zeros((WIDTH, ROWS * bits // 32), np.uint32)
+    for row in range(ROWS):
+        word, place = divmod(row * bits, 32)
+        words[:, word] |= zeros[row].astype(np.uint32) << np.uint32(place)
+    stored = words.view(np.int32) - np.int32(ones)
+    target = np.zeros((ROWS, WIDTH), np.int8)
+    arrange(f"zeros{bits}-minus-1", stored.view(np.uint8).reshape(-1), target)
+    assert (target.view(np.uint8) == zeros).all()
 
 
 @pytest.mark.parametrize("kind", [np.int16, np.int32])

@@ -8,7 +8,7 @@ is [rows, width]:
 transposed      elements of two or four bytes: the transpose [width, rows]
 awq             int32 [inputs, rows / 8], each with the codes of eight outputs, in the order ORDER
 zerosB          int32 [width, rows B / 32]: zeros of B bits, from the lowest bits up
-zerosB-minus-1  the same, each stored minus one; the lowest zero as the highest number
+zerosB-minus-1  the same; the int32 are stored minus one in each of their numbers, with borrows
 zeros4-awq      the same of four bits, in the order ORDER
 rowsB           int32 [rows B / 32, width]: each has the zeros of several rows
 index-N         int32 [width]: the group of each input, below N
@@ -137,13 +137,17 @@ def _swap_fields(one: Any, two: Any, bits: int, low: int) -> tuple[Any, Any]:
 def _unpack_zeros(
     bits: int, plus: int, ordered: bool, by_row: bool, source: NDArray[np.uint8], target: Ints
 ) -> None:
-    """Unpack zeros of `bits` bits, stored minus `plus`, to bytes."""
+    """Unpack zeros of `bits` bits to bytes; `plus` is added to each, carried within an int32.
+
+    GPTQModel subtracts from int32 when it stores zeros, so a zero of 0 borrows from the next.
+    """
     packed, (rows, width) = source.view(np.int32), target.shape
+    packed = packed + np.int32(sum(plus << shift for shift in range(0, 32, bits)))
     packed = packed.reshape(-1, width).T if by_row else packed.reshape(width, -1)
     fields = packed[..., None] >> np.arange(0, 32, bits, dtype=np.int32)
     if ordered:
         fields = fields[..., np.argsort(ORDER)]
-    zeros = (fields + plus) & ((1 << bits) - 1)
+    zeros = fields & ((1 << bits) - 1)
     target[...] = zeros.reshape(width, -1)[:, :rows].T
 
 
