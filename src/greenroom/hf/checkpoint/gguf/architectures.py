@@ -65,6 +65,7 @@ SERVED = {
 _TOWER = "since they need the vision tower, which is in another GGUF file"
 UNREAD = {
     "deepseek_ocr2": _TOWER,
+    "minimax": "since they lack the decays of linear attention that transformers' model loads",
     "unlimited_ocr": _TOWER,
 }
 
