@@ -18,7 +18,7 @@ from greenroom.hf.check.verify import verify
 from greenroom.hf.checkpoint.gguf import GgufCheckpoint
 from greenroom.hf.checkpoint.gguf_file import encoding_of
 from greenroom.hf.checkpoint.resolve import resolve
-from greenroom.hf.checkpoint.tokenizer import tokenizer_of
+from greenroom.hf.checkpoint.tokenizer import _fast_header_reader, tokenizer_of
 from greenroom.hf.load.load import load
 from greenroom.hf.model.reference import load_reference_experts, load_reference_model
 from greenroom.hf.model.skeleton import ModelSkeleton
@@ -43,6 +43,8 @@ FILES: dict[str, tuple[str, dict[str, str], set[str]]] = {
     "a plain matrix": ("qwen3_moe", {"down_exps": "BF16", "": "Q4_K"}, {"q4_k"}),
     "minimax": ("minimax_m2", {"": "Q8_0"}, {"q8_0"}),
 }
+
+VOCABULARY = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
 
 
 @pytest.fixture(scope="module", params=FILES)
@@ -96,6 +98,14 @@ def test_a_vocabulary_is_read_from_a_buffer_not_an_array(
     """A slice of an array takes microseconds, and a vocabulary has 300,000 strings."""
     checkpoint = GgufCheckpoint.open(write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"}))
     slices, original = [], np.memmap.__getitem__
+    by_transformers = reader.read_gguf_metadata(str(checkpoint.folder), VOCABULARY)
+    with _fast_header_reader():
+        assert reader.read_gguf_metadata(str(checkpoint.folder), VOCABULARY) == by_transformers
+        assert reader.read_gguf_metadata(str(checkpoint.folder)) != by_transformers  # counts
+    strings, read_string = [], reader._read_string
+    monkeypatch.setattr(
+        reader, "_read_string", lambda *args: strings.append(args) or read_string(*args)
+    )
 
     def counted(array: Any, index: Any) -> Any:
         slices.append(index)
@@ -105,6 +115,7 @@ def test_a_vocabulary_is_read_from_a_buffer_not_an_array(
     tokenizer = tokenizer_of(checkpoint)
     assert len(tokenizer) > 100
     assert len(slices) < 10
+    assert len(strings) < len(tokenizer)
     assert isinstance(reader._mapped(str(checkpoint.folder)), np.memmap)
 
 

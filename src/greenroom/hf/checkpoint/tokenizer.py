@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from transformers.integrations.gguf import reader
 
 from greenroom.errors import CheckpointError
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
+from greenroom.hf.checkpoint.gguf_file import ARRAY, SIZE, TEXT
 from greenroom.hf.checkpoint.library_errors import wrap_library_errors
 
 
@@ -21,7 +23,7 @@ def tokenizer_of(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     """
     with (
         wrap_library_errors(f"{checkpoint.folder}: the model's tokenizer cannot be loaded"),
-        _headers_as_buffers(),
+        _fast_header_reader(),
     ):
         tokenizer = AutoTokenizer.from_pretrained(
             **checkpoint.tokenizer_arguments, trust_remote_code=False
@@ -37,19 +39,37 @@ def tokenizer_of(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
 
 @contextmanager
-def _headers_as_buffers() -> Iterator[None]:
-    """Context manager in which transformers reads GGUF headers from a plain buffer.
+def _fast_header_reader() -> Iterator[None]:
+    """Context manager in which transformers reads GGUF headers faster.
 
-    It slices a NumPy array for each of a vocabulary's 300,000 strings otherwise, which takes ten
-    times as long.
+    A vocabulary and its merges are 300,000 strings. transformers slices a NumPy array for each of
+    them, which takes ten times as long as a slice of a buffer, and calls a function for each, which
+    takes three times as long as a loop.
     """
-    original = reader._mapped
+    mapped, read_value = reader._mapped, reader._read_value
 
-    def mapped(path: str) -> Any:
-        return original(path).data
+    def buffer(path: str) -> Any:
+        return mapped(path).data
 
-    reader._mapped = mapped
+    def value(blob: Any, pos: int, kind: int, keep_strings: bool = False) -> tuple[Any, int]:
+        if kind == ARRAY and keep_strings:
+            element, count = struct.unpack_from("<IQ", blob, pos)
+            if element == TEXT:
+                return _strings(blob, pos + 12, count)
+        return read_value(blob, pos, kind, keep_strings)
+
+    reader._mapped, reader._read_value = buffer, value
     try:
         yield
     finally:
-        reader._mapped = original
+        reader._mapped, reader._read_value = mapped, read_value
+
+
+def _strings(blob: memoryview, pos: int, count: int) -> tuple[list[str], int]:
+    """Read an array of strings of a GGUF header; return them and the offset after them."""
+    strings, unpack = [], SIZE.unpack_from
+    for _ in range(count):
+        begin = pos + SIZE.size
+        pos = begin + unpack(blob, pos)[0]
+        strings.append(str(blob[begin:pos], "utf-8"))
+    return strings, pos
