@@ -177,6 +177,17 @@ def test_a_relative_budget_is_a_share_of_available_memory(loaded):
     assert 0 < stats.budget_bytes < psutil.virtual_memory().total
 
 
+def test_a_run_that_takes_more_than_the_machine_has_warns(loaded, monkeypatch, caplog):
+    loaded(cache=None, memory="900GiB")
+    assert not caplog.messages  # all experts fit: the rest of the budget is not taken
+    monkeypatch.setattr("greenroom.hf.load.budget.available_bytes", lambda: 0)
+    monkeypatch.setattr("greenroom.hf.load.budget.rss_bytes", lambda: 1 << 20)
+    loaded(cache=None, memory="900GiB")
+    (message,) = caplog.messages
+    assert "this machine has 1 MiB for it now" in message
+    assert "give less, or --memory auto" in message
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from greenroom.config import LoadConfig
+from greenroom.config import LoadConfig, show_bytes
 from greenroom.core.cache.scope import least_capacity
 from greenroom.core.cache.state import group_sizes
 from greenroom.core.home_devices import spread
@@ -19,6 +20,9 @@ from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.memory.slots import pieces_of, slots_for
 from greenroom.policies import choose
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.memory.system import available_bytes, rss_bytes
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ def budget_for(
         config.readers, setup.kernels in COMPILED, nbytes, least, caller_bytes, **options
     )
     setup = replace(setup, budget_bytes=nbytes)
+    if gpu is None:
+        _compare_with_machine(slot_budget.initial_bytes())
     return Budget(
         setup,
         slot_budget.full_context_slots,
@@ -86,6 +92,18 @@ def budget_for(
         engines,
         gpu,
     )
+
+
+def _compare_with_machine(nbytes: int) -> None:
+    """Warn if a CPU run takes more bytes than the machine has for it now."""
+    free = available_bytes() + rss_bytes()
+    if nbytes > free:
+        log.warning(
+            "--memory lets this run take %s, but this machine has %s for it now: it may become slow"
+            " or be ended by the system; give less, or --memory auto",
+            show_bytes(nbytes),
+            show_bytes(free),
+        )
 
 
 def with_host_tier(setup: ModelSetup, config: LoadConfig) -> ModelSetup:

@@ -76,6 +76,10 @@ class SlotBudget:
         """Return the number of expert slots at a run's start and with short contexts."""
         return self._slots(self.first_block_needs())
 
+    def initial_bytes(self) -> int:
+        """Return the bytes that a run takes at its start, expert slots included."""
+        return self.first_block_needs().total + self._nbytes(self.initial_slots())
+
     def decode_slots(self) -> int:
         """Return the number of expert slots while decoding after a short prompt."""
         return self._slots(self._sequence_needs(1, min(BLOCK, self.context)))
