@@ -14,8 +14,9 @@ from greenroom.hf.checkpoint.gguf.architectures import SERVED, UNREAD
 from greenroom.hf.checkpoint.gguf.metadata import MODELS
 from greenroom.hf.checkpoint.gguf_file import read_gguf
 from greenroom.hf.model.architectures import WRAPPERS
-from greenroom.hf.model.reference import load_reference_experts
+from greenroom.hf.model.reference import load_reference_experts, load_reference_model
 from greenroom.hf.model.skeleton import ModelSkeleton
+from greenroom.hf.pack.packing import pack
 from tests.gguf_architectures import FOLDER, names, original
 from tests.hf.check.test_parity import streamed
 from tests.models import OTHERWISE, TYPES, folder_of
@@ -72,6 +73,22 @@ def test_the_table_has_the_architectures_of_the_files() -> None:
     others = {folder_of(name) for name in TYPES} - {*SERVED, *WRAPPERS}
     assert others == {folder_of(name) for name in refused} - {*SERVED, *WRAPPERS}
     assert others >= {*UNREAD}
+
+
+def test_the_reference_reads_parameters_from_the_metadata(tmp_path: Path) -> None:
+    """Qwen4's factors of n-grams, which float32 cannot hold; a pack has them too."""
+    path = FOLDER / "qwen4_exp_text" / "model.gguf"
+    whole = original(path.parent).state_dict()
+    factors = [key for key in whole if key.endswith("layer_multipliers")]
+    assert factors
+    assert not any(torch.equal(whole[key].float().long(), whole[key]) for key in factors)
+    pack(str(path), tmp_path / "pack", "int8")
+    loaded = ModelSkeleton.of(tmp_path / "pack").load().state_dict()
+    for model in (load_reference_model(ModelSkeleton.of(path)).state_dict(), loaded):
+        assert {*factors} <= {*model}
+        for key, tensor in model.items():
+            assert tensor.dtype == whole[key].dtype, key
+            assert torch.equal(tensor, whole[key]), key
 
 
 COMPLETE = [MODELS[name].model_type.removesuffix("_text") for name in sorted(MODELS)]
