@@ -28,6 +28,7 @@ from greenroom.core.layout import FLOATS, Catalog
 from greenroom.errors import CheckpointError, UnknownName, UnsupportedModel
 from greenroom.hf.adapters import adapt, weight_transforms
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
+from greenroom.hf.checkpoint.exported_parts import check_exported_parts
 from greenroom.hf.checkpoint.gguf import GgufCheckpoint
 from greenroom.hf.checkpoint.library_errors import (
     bounded_construction,
@@ -75,6 +76,7 @@ class ModelSkeleton:
     layers: list[list[StreamedParameter]]  # the detached expert parameters
     _conversions: dict[str, WeightConversion]  # of the dense parameters
     _names: list[str]  # of all parameters, experts included
+    _unused: list[str] = field(default_factory=list)  # tensors that no parameter needs
     # dense parameters that stay encoded in memory, or stay on disk
     _encoded: dict[str, DenseParameter] = field(default_factory=dict)
 
@@ -112,7 +114,7 @@ class ModelSkeleton:
         names = list(model.state_dict())
         detach_experts(model, layers)
         dense = {k: r for k, r in conversions.items() if not streamed.intersection(r.targets)}
-        skeleton = cls(checkpoint, catalog, model, main, layers, dense, names)
+        skeleton = cls(checkpoint, catalog, model, main, layers, dense, names, unused)
         skeleton._check_dense()
         _report_unused(model, unused)
         return skeleton
@@ -190,6 +192,7 @@ class ModelSkeleton:
         memory or address space does not suffice.
         """
         model, options = self.model, self.options()
+        check_exported_parts(self.checkpoint, self._unused)
         tied = model.all_tied_weights_keys
         encoded = {f"{name}.weight" for one in self._encoded.values() for name in one.modules}
         model.all_tied_weights_keys = {k: v for k, v in tied.items() if k not in encoded}
