@@ -12,9 +12,12 @@ import pytest
 
 from greenroom.cli import parser
 from greenroom.errors import UsageError
+from greenroom.hf.checkpoint.gguf_file import ggml_type
 from greenroom.plan.systems.table import SYSTEMS
 from greenroom.policies import POLICIES
 from greenroom.predictors import PREDICTORS
+from greenroom.runtime.encodings import ENCODINGS
+from tests.ggml_blocks import GGML
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -206,6 +209,28 @@ def test_the_page_of_systems_has_each_row_s_parts() -> None:
 def test_no_page_counts_another_number_of_systems() -> None:
     pages = "".join(path.read_text() for path in PAGES).lower()
     assert "thirteen systems" not in pages
+
+
+def test_tables_of_formats_have_the_ggml_types_that_are_tested() -> None:
+    """A range such as `Q2_K to Q6_K` has the types between in the order of docs/formats.md."""
+    page = (ROOT / "docs" / "formats.md").read_text()
+    listed = cell(page, "| Q4_0, Q4_1, ").split(", ")
+    assert sorted(listed) == sorted(map(ggml_type, GGML))
+    others = {*ENCODINGS} - {*GGML, "gguf_nvfp4_scaled"}  # NVFP4 with one more tensor
+    assert not [name for name in others if f"`{name}`" not in page]
+    in_readme: list[str] = []
+    for part in cell((ROOT / "README.md").read_text(), "BF16, F16, F32, ").split(", "):
+        first, _, last = part.partition(" to ")
+        stop = listed.index(last or first) + 1
+        in_readme += listed[listed.index(first) : stop]
+    assert sorted(in_readme) == sorted(listed)
+
+
+def cell(page: str, start: str) -> str:
+    """A list of types in the cell of a table that has `start`, from its first quantised type on."""
+    (line,) = (line for line in page.splitlines() if line.startswith("|") and start in line)
+    rest = line.partition(start)[2].partition(" |")[0].partition(", and ")[0]
+    return start.removeprefix("| ").removeprefix("BF16, F16, F32, ") + rest
 
 
 def test_the_readme_is_short() -> None:

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from greenroom.errors import CheckpointError, ModelError, StoreError, UnsupportedModel
-from greenroom.hf.check.verify import verify
 from greenroom.hf.model.reference import load_reference_experts, load_reference_model
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.hf.pack.packing import pack
@@ -109,14 +108,6 @@ def test_dense_matrices_stay_as_stored(name: str, tmp_path: Path) -> None:
         assert matrix is not None
         assert torch.equal(matrix.decode(), want.weight)
         assert torch.equal(matrix.rows(1, 3), want.weight[1:4])
-
-
-@pytest.mark.parametrize("name", ["awq", "gptq, act order", "int8"])
-def test_verify(name: str, tmp_path: Path) -> None:
-    _, make, options = FORMATS[name]
-    verdict = verify(str(make(tmp_path, **options)), "30%", tokens=2, prompt="The")
-    assert verdict.identical
-    assert verdict.near
 
 
 @pytest.mark.parametrize("kind", ["same", "int8"])

@@ -89,14 +89,6 @@ def test_every_expert_equals_transformers_own(checkpoint: tuple[str, Path]) -> N
                 assert torch.equal(made, mine.T if transposed else mine)
 
 
-@pytest.mark.parametrize("layers", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_verify(checkpoint: tuple[str, Path], layers: bool) -> None:
-    _, folder = checkpoint
-    verdict = verify(str(folder), "30%", tokens=2, prompt="The", layers=layers)
-    assert verdict.identical
-    assert verdict.near
-
-
 @pytest.mark.parametrize("layers", [False, True])
 def test_verify_in_another_type_than_that_of_the_scales(tmp_path: Path, layers: bool) -> None:
     folder = str(compressed(tmp_path))

@@ -14,7 +14,11 @@ from greenroom.hf.checkpoint.gguf.architectures import SERVED, UNREAD
 from greenroom.hf.checkpoint.gguf.metadata import MODELS
 from greenroom.hf.checkpoint.gguf_file import read_gguf
 from greenroom.hf.model.architectures import WRAPPERS
-from greenroom.hf.model.reference import load_reference_experts, load_reference_model
+from greenroom.hf.model.reference import (
+    load_reference_experts,
+    load_reference_model,
+    transformers_can_load,
+)
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.hf.pack.packing import pack
 from tests.gguf_architectures import FOLDER, names, original
@@ -40,6 +44,9 @@ def test_parameters_and_logits_are_those_of_the_original(name: str) -> None:
     wanted = whole(input_ids=PROMPT, use_cache=False).logits
     assert torch.isfinite(wanted).all()
     assert torch.equal(logits, wanted)
+    if transformers_can_load(skeleton := ModelSkeleton.of(path)):  # what `verify` compares with
+        reference = load_reference_model(skeleton)
+        assert torch.equal(reference(input_ids=PROMPT, use_cache=False).logits, wanted)
 
 
 def assert_same_dense_parts(model: nn.Module, whole: nn.Module) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,22 +74,21 @@ def compare_layers(
                weights in memory
     passes:    token ids [1, tokens] of forward passes, which the model runs first
     """
-    checkpoint, dtype = skeleton.checkpoint, str(skeleton.dtype)[6:]
+    checkpoint = skeleton.checkpoint
+    rounded, exact = (
+        partial(load_reference_experts, ModelSkeleton.of(checkpoint, dtype))
+        for dtype in (str(skeleton.dtype)[6:], "float32")
+    )
     inputs, outputs = _record(model, skeleton.catalog.layers, passes)
     for layer, name in enumerate(skeleton.catalog.layers):
         module, recorded = model.get_submodule(name), inputs[name]
-        parameters = (
-            {} if in_memory else load_reference_experts(ModelSkeleton.of(checkpoint, dtype), layer)
-        )
-        with _with_parameters(module, parameters):
+        with _with_parameters(module, {} if in_memory else rounded(layer)):
             expected = _forward(module, "eager", recorded)
             grouped = _forward(module, "grouped_mm", recorded)
         reference, layout = expected, skeleton.catalog.layouts[layer]
         if not all(is_exact(layout.weight(each), skeleton.dtype) for each in layout.encodings):
             wide = [(x.float(), index, weights.float()) for x, index, weights in recorded]
-            with _with_parameters(
-                module, load_reference_experts(ModelSkeleton.of(checkpoint, "float32"), layer)
-            ):
+            with _with_parameters(module, exact(layer)):
                 reference = _forward(module, "eager", wide)
         equal = all(map(torch.equal, expected, outputs[name]))
         largest = max(map(distance, grouped, reference))

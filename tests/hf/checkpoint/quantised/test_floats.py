@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from greenroom.errors import CheckpointError, ModelError, UnsupportedModel
-from greenroom.hf.check.verify import verify
 from greenroom.hf.checkpoint.checkpoint import read_folder
 from greenroom.hf.model.reference import load_reference_model
 from greenroom.hf.model.skeleton import ModelSkeleton
@@ -113,15 +112,6 @@ def state_of(stored: Tensors, name: str) -> dict[str, Tensor]:
     if "weight_scale_2" in state:
         state["weight_global_scale"] = 1 / state.pop("weight_scale_2").view(1)
     return state
-
-
-@pytest.mark.parametrize("layers", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("form", ["nvfp4", pytest.param("fp8 rows", marks=pytest.mark.slow)])
-def test_verify(made: Make, form: str, layers: bool) -> None:
-    folder = made("modelopt", form)
-    verdict = verify(str(folder), "30%", tokens=2, prompt="The", layers=layers)
-    assert verdict.identical
-    assert verdict.near
 
 
 def test_settings_in_a_file_of_their_own(spoilt: Make) -> None:
