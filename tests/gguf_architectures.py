@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,13 +33,18 @@ def names() -> list[str]:
     return sorted(path.parent.name for path in FOLDER.glob("*/model.gguf"))
 
 
-def original(folder: Path) -> PreTrainedModel:
-    """The text model that the converter was given, in bfloat16, computed eagerly."""
+def original(folder: Path, **changes: Any) -> PreTrainedModel:
+    """The text model that the converter was given, in bfloat16, computed eagerly.
+
+    `changes` are other values of the config, which leave the weights as they are.
+    """
     config = AutoConfig.from_pretrained(folder)
     if type(text := config.get_text_config()) in MODEL_FOR_CAUSAL_LM_MAPPING:
         text.tie_word_embeddings = config.tie_word_embeddings
         config = text
     kind, config = class_of(config)
+    for key, value in changes.items():
+        setattr(config.get_text_config(), key, value)
     config._experts_implementation = "eager"
     model = kind._from_config(config, dtype=torch.bfloat16)
     dtypes = TargetDtypes(model._get_dtype_plan(torch.bfloat16))

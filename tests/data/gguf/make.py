@@ -201,6 +201,7 @@ HUB: dict[str, dict[str, Any]] = {
         "gated_attention_proj_granularity_type": "head_wise",
         "moe_shared_expert_intermediate_size": 16,
         "norm_topk_prob": True,
+        "n_group": 2,
     },
     "deepseek_v4": {
         "num_hash_layers": 1,
@@ -281,6 +282,7 @@ HUB: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_moe": {"text_config": {"full_attention_interval": 2}},
     "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "solar_open": {"rope_parameters": {"partial_rotary_factor": 1.0}},
     "step3p7": {
         "text_config": {
             "num_attention_groups": 2,

@@ -17,6 +17,8 @@ from greenroom.hf.checkpoint.read import read_tensor
 from greenroom.json_file import Malformed, printable, read_object, show_value
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from greenroom.hf.checkpoint.pack.reading import Pack
 
 SINGLE = "model.safetensors"
@@ -124,6 +126,9 @@ class Checkpoint:
     def tokenizer_arguments(self) -> dict[str, Any]:
         """Keyword arguments that make transformers load this checkpoint's tokenizer."""
         return {"pretrained_model_name_or_path": self.folder, "local_files_only": True}
+
+    def adapt_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Complete a tokenizer that transformers has loaded; nothing for safetensors."""
 
     @property
     def config_origin(self) -> str:

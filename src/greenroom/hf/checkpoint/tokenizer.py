@@ -28,6 +28,7 @@ def tokenizer_of(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             **checkpoint.tokenizer_arguments, trust_remote_code=False
         )
+        checkpoint.adapt_tokenizer(tokenizer)
     if not len(tokenizer) > len(
         tokenizer.all_special_tokens
     ):  # transformers makes an empty one where files are missing

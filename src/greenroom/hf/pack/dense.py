@@ -32,6 +32,7 @@ SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")  # config, tokeniz
 TOKENIZER = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "*.jinja")
 GGUF = "dense.gguf"
 SPLIT = "split."  # prefix of metadata about split files
+FACTORS = frozenset({"rope_freqs.weight"})  # of GGUF files
 ALIGNMENT = 32  # default of a GGUF file
 
 Advance = Callable[[int], None]
@@ -41,9 +42,9 @@ def dense_names(checkpoint: Checkpoint, used: Sequence[str]) -> list[str]:
     """Return the stored names of the tensors that a pack copies unchanged, in file order.
 
     `used` are the names of the checkpoint's tensors outside the experts. Their scales and other
-    tensors of the same modules are added.
+    tensors of the same modules are added, and factors of RoPE, from which a config may be made.
     """
-    names = set(used)
+    names = {*used, *FACTORS.intersection(checkpoint.stored)}
     stems = {name.rpartition(".")[0] for name in names}
     experts = {
         _position(part)

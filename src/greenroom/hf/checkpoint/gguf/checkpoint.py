@@ -13,17 +13,17 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
-from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError, NotMoE, UnsupportedModel
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.gguf.architectures import served_names
-from greenroom.hf.checkpoint.gguf.config import Header, config_of
-from greenroom.hf.checkpoint.gguf.metadata import MODELS
+from greenroom.hf.checkpoint.gguf.config import config_of
+from greenroom.hf.checkpoint.gguf.header import Header
 from greenroom.hf.checkpoint.gguf.origin import Origin, find_origin
 from greenroom.hf.checkpoint.gguf.scales import with_matrix_scales
+from greenroom.hf.checkpoint.gguf.tokenizer import adapt_tokenizer, check_tokenizer
 from greenroom.hf.checkpoint.gguf_file import read_gguf
 from greenroom.json_file import printable
 
@@ -69,8 +69,8 @@ class GgufCheckpoint(Checkpoint):
             )
         if not metadata.get(f"{architecture}.expert_count"):
             raise NotMoE(f"{path}: this is a dense model without experts: run it with llama.cpp")
-        header = Header(paths[0], metadata, tensors)
-        origin = find_origin(paths[0], metadata, config)
+        header = Header(paths, metadata, tensors)
+        origin = find_origin(header, config)
         model_config, origin = config_of(header, origin)
         stored = {name: tensor for name, tensor in tensors.items() if name not in metadata}
         tensors = with_matrix_scales(paths, architecture, tensors)
@@ -82,6 +82,11 @@ class GgufCheckpoint(Checkpoint):
     @property
     def architecture(self) -> str:
         return str(self.config["general.architecture"])
+
+    @property
+    def header(self) -> Header:
+        """The header of the model's files."""
+        return Header(tuple(map(Path, self.files)), self.config, self.tensors)
 
     @property
     def config_origin(self) -> str:
@@ -101,16 +106,14 @@ class GgufCheckpoint(Checkpoint):
             "gguf_file": self.folder.name,
             "local_files_only": True,
         }
-        if self.architecture not in MODELS:
-            raise UnsupportedModel(
-                f"{self.folder}: Greenroom cannot make the tokenizer of the architecture"
-                f" {self.architecture} from this file: put the original model's tokenizer.json"
-                " beside the file, or name its folder or hub id with --config"
-            )
-        kind = MODELS[self.architecture].model_type
+        check_tokenizer(self.header)
         # transformers would otherwise read the file's header twice more to learn the model type.
-        has_class = TOKENIZER_MAPPING_NAMES.get(kind) is not None
-        return {**arguments, "tokenizer_type": kind if has_class else ANY_TOKENIZER}
+        return {**arguments, "tokenizer_type": ANY_TOKENIZER}
+
+    def adapt_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Make a tokenizer from the metadata split text as the metadata say."""
+        if self.origin.tokenizer is None:
+            adapt_tokenizer(tokenizer, self.header)
 
     def hf_config(self) -> PreTrainedConfig:
         """Return a copy of the transformers config of a GGUF model."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
 from greenroom.hf.checkpoint.gguf.architectures import fits_architecture
-from greenroom.hf.checkpoint.gguf.metadata import MODELS, config_from_metadata
+from greenroom.hf.checkpoint.gguf.header import Header
+from greenroom.hf.checkpoint.gguf.metadata import config_from_metadata, makes_config
 from greenroom.hf.checkpoint.gguf.origin import METADATA, Origin
-from greenroom.hf.checkpoint.header import StoredTensor
 from greenroom.hf.checkpoint.library_errors import check_layers, wrap_library_errors
 from greenroom.json_file import printable, read_object
 
@@ -27,19 +26,6 @@ COUNTS: dict[str, tuple[str, ...]] = {
     "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
 }
 EMBEDDING = "token_embd.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The header of a GGUF model: the path of its first file, its metadata and tensors."""
-
-    path: Path
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
-
-    @property
-    def architecture(self) -> str:
-        return str(self.metadata["general.architecture"])
 
 
 def config_of(header: Header, origin: Origin) -> tuple[PreTrainedConfig, Origin]:
@@ -56,12 +42,9 @@ def config_of(header: Header, origin: Origin) -> tuple[PreTrainedConfig, Origin]
                 _check_fit(header, config, origin.config)
             return config, origin
         except (CheckpointError, NotAModel, UnsupportedModel):
-            if not origin.is_guess or header.architecture not in MODELS:
+            if not origin.is_guess or not makes_config(header):
                 raise
-    check_layers(header.metadata, len(header.tensors), str(header.path))
-    with wrap_library_errors(f"{header.path}: the metadata of this file make no valid config"):
-        config = config_from_metadata(header.metadata, header.tensors, str(header.path))
-    return config, replace(origin, config=None, text=METADATA)
+    return config_from_metadata(header), replace(origin, config=None, text=METADATA)
 
 
 def _read_config(header: Header, path: Path) -> PreTrainedConfig:

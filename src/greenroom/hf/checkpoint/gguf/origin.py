@@ -7,15 +7,15 @@ base model that the metadata name, or made from the metadata.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from greenroom.errors import GreenroomError, NotAModel
 from greenroom.hf.checkpoint.checkpoint import read_config
-from greenroom.hf.checkpoint.gguf.metadata import MODELS
+from greenroom.hf.checkpoint.gguf.header import Header
+from greenroom.hf.checkpoint.gguf.metadata import makes_config
+from greenroom.hf.checkpoint.gguf.tokenizer import makes_tokenizer
 from greenroom.hf.checkpoint.hub.download import cached_snapshot, download_small
 from greenroom.hf.checkpoint.hub.repository import reachable, snapshot_of
 
@@ -42,13 +42,14 @@ class Origin:
     is_guess: bool = False
 
 
-def find_origin(file: Path, metadata: Mapping[str, Any], named: str | None) -> Origin:
+def find_origin(header: Header, named: str | None) -> Origin:
     """Find the config and the tokenizer of a GGUF model.
 
-    `file` is the model's first file, and `named` the folder, file or hub id that the user names.
-    The hub is asked only for a config that the user names, or that the metadata lack. Raises
-    NotAModel if what the user names has no config.
+    `named` is the folder, file or hub id that the user names. The hub is asked only for a config
+    that the user names, or that the metadata lack. Raises NotAModel if what the user names has no
+    config.
     """
+    file = header.path
     snapshot = snapshot_of(file)
     folder = snapshot or file.parent
     if named is not None:
@@ -57,12 +58,13 @@ def find_origin(file: Path, metadata: Mapping[str, Any], named: str | None) -> O
     if (folder / CONFIG).is_file():  # a repackager's may be a stub
         text, is_guess = "config.json beside the file", snapshot is not None
         return Origin(folder / CONFIG, _tokenizer(folder), text, is_guess)
-    base = REPOSITORY.match(str(metadata.get(BASE, "")))
-    if base is not None and (base_folder := _base_folder(base[1], metadata)) is not None:
-        is_complete = str(metadata["general.architecture"]) in MODELS  # with a tokenizer
-        folders = (folder,) if is_complete else (folder, base_folder)
-        text = f"config of {base[1]}, which the metadata name"
-        return Origin(base_folder / CONFIG, _tokenizer(*folders), text, is_guess=True)
+    base = REPOSITORY.match(str(header.metadata.get(BASE, "")))
+    if base is not None:
+        is_complete = makes_config(header) and makes_tokenizer(header)
+        if (base_folder := _base_folder(base[1], is_complete)) is not None:
+            folders = (folder,) if is_complete else (folder, base_folder)
+            text = f"config of {base[1]}, which the metadata name"
+            return Origin(base_folder / CONFIG, _tokenizer(*folders), text, is_guess=True)
     return Origin(None, _tokenizer(folder), METADATA)
 
 
@@ -84,12 +86,15 @@ def _named(named: str) -> Path:
     return folder / CONFIG
 
 
-def _base_folder(model: str, metadata: Mapping[str, Any]) -> Path | None:
-    """Return the folder with the config of a hub id that metadata name, if it can be had."""
+def _base_folder(model: str, is_complete: bool) -> Path | None:
+    """Return the folder with the config of a hub id that metadata name, if it can be had.
+
+    The hub is not asked if the metadata are complete.
+    """
     with suppress(GreenroomError):
         if (folder := cached_snapshot(model)) is not None:
             return folder
-        if str(metadata["general.architecture"]) not in MODELS and reachable():
+        if not is_complete and reachable():
             folder = download_small(model)
             return folder if (folder / CONFIG).is_file() else None
     return None
