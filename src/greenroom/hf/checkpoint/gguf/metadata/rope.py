@@ -35,8 +35,9 @@ def rope(metadata: Metadata) -> Values:
 
 
 def partial_rope(metadata: Metadata) -> Values:
-    """RoPE of some dimensions of a head."""
-    return {**rope(metadata), **share(metadata["rope.dimension_count"], head_size(metadata))}
+    """RoPE of some dimensions of a head; without the key of all."""
+    size = head_size(metadata)
+    return {**rope(metadata), **share(metadata.get("rope.dimension_count", size), size)}
 
 
 def latent_rope(metadata: Metadata) -> Values:
