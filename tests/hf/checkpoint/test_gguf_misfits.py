@@ -142,6 +142,18 @@ def test_metadata_that_contradict_the_config(
     assert words in message, message
 
 
+def test_parameters_in_the_metadata_are_whole_numbers(tmp_path: Path) -> None:
+    """An array of 64-bit floats in place of one of whole numbers (gguf's types 12 and 10)."""
+    shutil.copy(FOLDER / "qwen4_exp_text" / "config.json", tmp_path)
+    raw = bytearray((FOLDER / "qwen4_exp_text" / "model.gguf").read_bytes())
+    kind = raw.index(b"ple.head_offsets") + len("ple.head_offsets") + 4
+    assert raw[kind] == 10
+    raw[kind] = 12
+    (tmp_path / "model.gguf").write_bytes(raw)
+    message = refusal(tmp_path / "model.gguf")
+    assert "head_offsets must have whole numbers, but has the type float64" in message
+
+
 def test_a_part_of_another_model(tmp_path: Path) -> None:
     """Both parts say that they are part of a model in two files."""
     shutil.copy(FOLDER / "qwen3_moe" / "config.json", tmp_path)

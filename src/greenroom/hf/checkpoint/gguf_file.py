@@ -176,7 +176,7 @@ def _read_header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Sto
                 raise DamagedHeader(f"the metadata have the key {printable(key)} twice")
             metadata[key] = value
             if isinstance(value, list) and PARAMETERS.search(key):
-                parameters[key] = _array(number, raw[12 + len(key.encode()) :], cursor.at)
+                parameters[key] = _array(number, key, raw, cursor.at)
         entries = [cursor.entry() for _ in range(cursor.tensors)]
         if len({name for name, *_ in entries}) < len(entries):
             raise DamagedHeader("two tensors have the same name")
@@ -297,11 +297,17 @@ class Cursor:
         return DamagedHeader(f"the file ends at byte {self._blob.size}, inside its header")
 
 
-def _array(file: int, raw: bytes, end: int) -> StoredTensor:
-    """Return an array of numbers in a file's metadata as a tensor; its bytes end at `end`."""
-    kind, count = struct.unpack_from("<IQ", raw)
-    nbytes = len(raw) - 12
-    return StoredTensor(file, np.dtype(NUMBERS[kind]).name, (count,), end - nbytes, nbytes)
+def _array(file: int, key: str, raw: bytes, end: int) -> StoredTensor:
+    """Return an array of whole numbers in a file's metadata as a tensor.
+
+    `raw` is the entry of the metadata, which ends before byte `end` of the file.
+    """
+    begin = 12 + len(key.encode())
+    kind, count = struct.unpack_from("<IQ", raw, begin)
+    dtype, nbytes = np.dtype(NUMBERS[kind]), len(raw) - begin - 12
+    if dtype.kind not in "iu":
+        raise DamagedHeader(f"{key} must have whole numbers, but has the type {dtype.name}")
+    return StoredTensor(file, dtype.name, (count,), end - nbytes, nbytes)
 
 
 def _stored_tensor(
