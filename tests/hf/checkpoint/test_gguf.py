@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -332,6 +333,72 @@ def test_parts(tmp_path: Path) -> None:
             ModelSkeleton.of(resolve(given))
         assert f"{names[1]}: this file is missing" in one_line(error)
         assert "split into 3 files" in one_line(error)
+
+
+def without_splits(path: Path) -> None:
+    """Part 3 is a copy of part 2 by its tensors, but its metadata do not say so."""
+    reader = gguf.GGUFReader(path.with_name(path.name.replace("-00003-", "-00002-")))
+    writer = gguf.GGUFWriter(path, "")
+    writer.kv_data[0].clear()
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def part_of(layers: int, parts: int) -> Callable[[Path], None]:
+    """The last part of another model takes the place of part 3."""
+
+    def spoil(path: Path) -> None:
+        folder = path.parent / "other"
+        folder.mkdir()
+        other = write(folder / "tiny.gguf", "qwen3_moe", {"": "Q8_0"}, num_hidden_layers=layers)
+        shutil.copy(split(other, parts)[2], path)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda path: shutil.copy(path.parent / "tiny-00002-of-00003.gguf", path),
+         "the metadata say that this is file 1 of the model, counted from 0"),
+        (without_splits, "is also in {}/tiny-00002-of-00003.gguf: these are parts of different"),
+        (part_of(2, 3), "a part of another model: its split.tensors.count is"),
+        (part_of(3, 4), "a part of another model: its split.count is 4"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_belong_together(
+    tmp_path: Path, spoil: Callable[[Path], None], words: str
+) -> None:
+    names = split(write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"}), 3)
+    spoil(names[2])
+    with pytest.raises(CheckpointError) as error:
+        ModelSkeleton.of(names[0])
+    assert f"{names[2]}: " in one_line(error)
+    assert words.format(tmp_path) in one_line(error)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_parts_are_links_as_in_the_hub_s_cache(tmp_path: Path, gone: bool) -> None:
+    """Each part leads to a file of another name; a link that leads nowhere is a missing part."""
+    names = split(write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"}), 3)
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, name in enumerate(names):
+        (blobs / f"{number:064x}").write_bytes(name.read_bytes())
+        (snapshot / name.name).symlink_to(Path("../../blobs") / f"{number:064x}")
+    first = snapshot / names[0].name
+    if not gone:
+        assert len(ModelSkeleton.of(first).checkpoint.files) == 3
+        return
+    (blobs / f"{1:064x}").unlink()
+    with pytest.raises(CheckpointError) as error:
+        ModelSkeleton.of(first)
+    assert f"{snapshot / names[1].name}: this file is missing" in one_line(error)
 
 
 # What can be wrong

@@ -67,11 +67,11 @@ def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, S
         )
     for number, part in enumerate(paths[1:], start=1):
         part_metadata, part_tensors = _read_header(part, number)
-        if part_metadata.get("split.no", number) != number:
+        _check_part(part, number, metadata, part_metadata)
+        if twice := next((name for name in part_tensors if name in tensors), None):
             raise CheckpointError(
-                f"{part}: the metadata say that this is file {part_metadata['split.no']} of the"
-                f" model, counted from 0, but the file's name says {number}: give the file its"
-                " original name"
+                f"{part}: the tensor {twice} is also in {paths[tensors[twice].file]}: these are"
+                " parts of different models: download all files of the model again"
             )
         tensors |= part_tensors
     count = sum(name not in metadata for name in tensors)
@@ -82,6 +82,26 @@ def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, S
             f" {expected}: download all files of the model again"
         )
     return paths, metadata, tensors
+
+
+def _check_part(part: Path, number: int, first: dict[str, Any], metadata: dict[str, Any]) -> None:
+    """Raise CheckpointError if a part of a model is another part, or of another model.
+
+    `first` are the metadata of the model's first file, `metadata` those of this part.
+    """
+    if metadata.get("split.no", number) != number:
+        raise CheckpointError(
+            f"{part}: the metadata say that this is file {metadata['split.no']} of the"
+            f" model, counted from 0, but the file's name says {number}: give the file its"
+            " original name"
+        )
+    for key in ("split.count", "split.tensors.count"):
+        mine, others = metadata.get(key), first.get(key)
+        if None not in (mine, others) and mine != others:
+            raise CheckpointError(
+                f"{part}: a part of another model: its {key} is {printable(mine)}, but that of the"
+                f" model's first file is {printable(others)}: download all files of the model again"
+            )
 
 
 def encoding_of(ggml: str) -> str:
