@@ -34,7 +34,12 @@ def test_a_sound_model_passes(folder, layers):
     assert all("transformers' eager" in line for line in lines if "eager kernels" in line)
 
 
-@pytest.mark.parametrize("name", sorted(WRAPPED))
+FIRST, *OTHERS = sorted(WRAPPED)
+
+
+@pytest.mark.parametrize(
+    "name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 def test_a_text_model_in_a_wrapper(name):
     folder = str(cached_tiny(name, dtype="bfloat16", tokenizer=True))
     verdict = verify(folder, "30%", tokens=2, layers=False)

@@ -326,7 +326,6 @@ def test_parts(tmp_path: Path) -> None:
     for given in (names[0], names[2]):
         with streamed(given, capacity=2, kernels="eager") as model:
             assert_same(model, whole, ids(1, 7))
-    assert verify(str(names[0]), "30%", tokens=2, prompt="The").identical
     names[1].unlink()
     for given in (names[0], names[2], tmp_path):
         with pytest.raises(CheckpointError) as error:

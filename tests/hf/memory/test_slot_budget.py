@@ -257,7 +257,8 @@ def test_compiled_kernels_expand_some_rows_of_an_expert_and_eager_a_whole_one(
     tmp_path: Path,
 ) -> None:
     """A large expert would otherwise cost memory that no compiled kernel uses."""
-    path = write(tmp_path / "a.gguf", "qwen3_moe", {"": "Q4_0"}, moe_intermediate_size=8192)
+    small = {"num_hidden_layers": 1, "num_experts": 2}
+    path = write(tmp_path / "a.gguf", types={"": "Q4_0"}, moe_intermediate_size=4096, **small)
     skeleton = ModelSkeleton.of(path)
     model, catalog = skeleton.model, skeleton.catalog
     (up, *_) = [catalog.layouts[0].weight(s.name) for s in catalog.layouts[0].tensors]
@@ -265,7 +266,7 @@ def test_compiled_kernels_expand_some_rows_of_an_expert_and_eager_a_whole_one(
     assert Workspace.of(model, catalog, False).fixed == 16 * prod(up.shape) + logits
     rows = ROWS_EXPANDED * 4 * max(up.shape) * torch.get_num_threads()
     assert Workspace.of(model, catalog, True).fixed == rows + logits
-    other = write(tmp_path / "b.gguf", "qwen3_moe", {"": "TQ1_0"})
+    other = write(tmp_path / "b.gguf", types={"": "TQ1_0"}, **small)
     skeleton = ModelSkeleton.of(other)  # no product reads this type
     both = [Workspace.of(skeleton.model, skeleton.catalog, kind).fixed for kind in (True, False)]
     assert both[0] == both[1]
