@@ -99,7 +99,9 @@ def read_tokenizer(name: str) -> Any:
 
 def _opened(folder: Path) -> Any:
     arguments = {"pretrained_model_name_or_path": folder, "local_files_only": True}
-    return SimpleNamespace(folder=folder, tokenizer_arguments=arguments)
+    return SimpleNamespace(
+        folder=folder, tokenizer_arguments=arguments, adapt_tokenizer=lambda tokenizer: None
+    )
 
 
 @cache
