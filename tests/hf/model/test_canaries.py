@@ -218,12 +218,17 @@ def test_version() -> None:
 
 def test_gguf() -> None:
     from transformers import core_model_loading
-    from transformers.integrations.gguf import get_gguf_config
     from transformers.integrations.gguf import gguf_conversion_mapping as mapping
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import get_gguf_tokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        GGUF_PRE_TOKENIZER_SPLITS,
+        GGUF_TOKENIZER_TYPES,
+        get_gguf_tokenizer,
+    )
+
+    assert {"llama3", "qwen2", "gpt-4o"} <= {*GGUF_PRE_TOKENIZER_SPLITS}, "how text is split"
+    assert {"gpt2", "llama", "gemma4"} <= {*GGUF_TOKENIZER_TYPES}, "tokenizers of GGUF metadata"
 
     expected: list[tuple[Callable[..., Any], list[str], str]] = [
-        (get_gguf_config, ["metadata", "tensor_names"], "the config of qwen35moe"),
         (get_gguf_tokenizer, ["gguf_path"], "the tokenizer that a GGUF file's metadata make"),
         (
             mapping.TiledToGroupedRows,
