@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from greenroom.hf.checkpoint.gguf.metadata.reader import exact
 from greenroom.hf.checkpoint.gguf.metadata.rope import LLAMA3, share
 from greenroom.hf.checkpoint.gguf_file import read_gguf
 from greenroom.hf.checkpoint.header import StoredTensor
+from greenroom.hf.checkpoint.resolve import open_checkpoint
+from greenroom.hf.pack.packing import pack
 from tests.gguf_architectures import FOLDER
 from tests.hf.conftest import one_line
 
@@ -233,3 +236,10 @@ def test_other_factors_of_rope(
     with pytest.raises(UnsupportedModel) as error:
         config_from_metadata(with_factors(tmp_path, factors, kind))
     assert words in one_line(error)
+
+
+def test_a_pack_has_the_factors_of_rope(tmp_path: Path) -> None:
+    file = Path(shutil.copy(FOLDER / "gemma4" / "model.gguf", tmp_path / "model.gguf"))
+    pack(str(file), tmp_path / "pack", "int8")
+    configs = [open_checkpoint(path).hf_config() for path in (file, tmp_path / "pack")]
+    assert configs[0].to_dict() == configs[1].to_dict()
