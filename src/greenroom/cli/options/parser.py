@@ -56,8 +56,16 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments; an error about unknown ones names the help of the given command."""
+        """Parse arguments; an error about unknown ones names the help of the given command.
+
+        argparse before Python 3.12.7 takes an optional positional for missing if options stand
+        before it: `run MODEL --memory 8GB PROMPT`. Here it has its value.
+        """
         parsed, unknown = self.parse_known_args(args, namespace)
+        for action in getattr(parsed, "optional_positionals", ()):
+            given = getattr(parsed, action.dest) is not action.default
+            if not given and unknown and not unknown[0].startswith("-"):
+                setattr(parsed, action.dest, unknown.pop(0))
         if unknown:
             self.prog = getattr(parsed, "command_name", self.prog)
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -80,6 +88,11 @@ def add_commands(parser: Parser, dest: str, commands: Mapping[str, Any]) -> None
         if hasattr(module, "main"):
             command.set_defaults(main=module.main, command_name=command.prog)
         module.add_to(command)
+        command.set_defaults(
+            optional_positionals=[
+                action for action in command._get_positional_actions() if action.nargs == "?"
+            ]
+        )
 
 
 class _HelpAll(argparse.Action):
