@@ -161,6 +161,8 @@ def write_parts(folder: Path, count: int) -> Path:
                 "expert_used_count": 8, "expert_feed_forward_length": width,
             }.items():  # fmt: skip
                 writer.add_uint32(f"qwen3moe.{key}", value)
+            writer.add_float32("qwen3moe.attention.layer_norm_rms_epsilon", 1e-6)
+            writer.add_float32("qwen3moe.rope.freq_base", 1e6)
             writer.add_token_list([f"token {n}" for n in range(VOCABULARY)])
         at = f"blk.{number}."
         matrices = {

@@ -63,8 +63,8 @@ class Parser(argparse.ArgumentParser):
         """
         parsed, unknown = self.parse_known_args(args, namespace)
         for action in getattr(parsed, "optional_positionals", ()):
-            given = getattr(parsed, action.dest) is not action.default
-            if not given and unknown and not unknown[0].startswith("-"):
+            is_missing = getattr(parsed, action.dest) is action.default
+            if is_missing and unknown and not unknown[0].startswith("-"):
                 setattr(parsed, action.dest, unknown.pop(0))
         if unknown:
             self.prog = getattr(parsed, "command_name", self.prog)
