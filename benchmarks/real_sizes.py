@@ -112,8 +112,10 @@ def peer(args: argparse.Namespace, mapped: bool) -> list[str]:
               "--load-mode", "mmap" if mapped else "none",
               "-n", str(args.peer_tokens or args.tokens)]  # fmt: skip
     if args.peer.name == "llama-bench":
-        return [*common, "-p", "16", "-r", "1", "-o", "json"]
-    plain = ["-p", PROMPT, "--temp", "0", "-no-cnv", "--ignore-eos", "-c", "4096", "--seed", "1"]
+        return [*common, "-p", "16", "-r", "1", "--repack", "0", "-o", "json"]
+    # --no-repack: weights laid out anew take memory of the process, which is short of it.
+    plain = ["-p", PROMPT, "--temp", "0", "-no-cnv", "--ignore-eos", "-c", "4096", "--seed", "1",
+             "--no-repack"]  # fmt: skip
     return [*common, *plain]
 
 
@@ -189,7 +191,9 @@ def cells(
     if measured.returncode:
         last = err.strip().splitlines()[-1:] or ["no output"]
         note(last[0][:500])
-        return ["killed" if measured.killed else "failed", *["-"] * (len(COLUMNS) - 3)]
+        late = measured.wall_s >= args.timeout
+        why = f"over {args.timeout:.0f} s" if late else "killed" if measured.killed else "failed"
+        return [why, *["-"] * (len(COLUMNS) - 3)]
     times = greenroom_times(out) if ours else peer_times(args.peer, out, err)
     start = measured.marked_s
     return [

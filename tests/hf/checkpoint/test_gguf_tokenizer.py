@@ -45,6 +45,7 @@ def pieces(name: str, text: str) -> list[str]:
     ("name", "text", "expected"),
     [
         ("gpt-2", "I'm 12345  ok", ["I", "'m", " 12345", " ", " ok"]),
+        ("default", "it's (12345  x", ["it", "'", "s", " ", "(", "123", "45", " ", " x"]),
         ("refact", "a 123", ["a", " ", "1", "2", "3"]),
         ("deepseek-v3", "a   1234 x", ["a", "   ", "123", "4", " x"]),
         ("deepseek-v3", "用あ it's (x", ["用あ", " it", "'s", " (", "x"]),
@@ -98,7 +99,7 @@ def test_a_space_that_is_not_put_in_front() -> None:
         (None, None, "the metadata have none"),
         ("rwkv", None, "its kind is rwkv"),
         ("gpt2", None, "do not say how it splits text"),
-        ("gpt2", "default", "it splits text in the way default, which is not known"),
+        ("gpt2", "mine", "it splits text in the way mine, which is not known"),
     ],
 )
 def test_tokenizers_that_are_refused(kind: str | None, name: str | None, words: str) -> None:

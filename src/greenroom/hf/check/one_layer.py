@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,21 +74,24 @@ def compare_layers(
                weights in memory
     passes:    token ids [1, tokens] of forward passes, which the model runs first
     """
-    checkpoint = skeleton.checkpoint
-    rounded, exact = (
-        partial(load_reference_experts, ModelSkeleton.of(checkpoint, dtype))
-        for dtype in (str(skeleton.dtype)[6:], "float32")
-    )
+
+    @cache
+    def in_dtype(dtype: str) -> ModelSkeleton:  # a pack in segments has no skeleton in float32
+        return ModelSkeleton.of(skeleton.checkpoint, dtype)
+
+    dtype = str(skeleton.dtype)[6:]
     inputs, outputs = _record(model, skeleton.catalog.layers, passes)
     for layer, name in enumerate(skeleton.catalog.layers):
         module, recorded = model.get_submodule(name), inputs[name]
-        with _with_parameters(module, {} if in_memory else rounded(layer)):
+        parameters = {} if in_memory else load_reference_experts(in_dtype(dtype), layer)
+        with _with_parameters(module, parameters):
             expected = _forward(module, "eager", recorded)
             grouped = _forward(module, "grouped_mm", recorded)
         reference, layout = expected, skeleton.catalog.layouts[layer]
         if not all(is_exact(layout.weight(each), skeleton.dtype) for each in layout.encodings):
             wide = [(x.float(), index, weights.float()) for x, index, weights in recorded]
-            with _with_parameters(module, exact(layer)):
+            exact = load_reference_experts(in_dtype("float32"), layer)
+            with _with_parameters(module, exact):
                 reference = _forward(module, "eager", wide)
         equal = all(map(torch.equal, expected, outputs[name]))
         largest = max(map(distance, grouped, reference))

@@ -2,7 +2,7 @@
 
 transformers makes a tokenizer from the vocabulary and the merges. It knows how some byte-level
 tokenizers split text into words, by llama.cpp's name in tokenizer.ggml.pre; SPLITS has others.
-Each regular expression is that of the models' own tokenizer.json.
+Each regular expression is that of the models' own tokenizer.json; "default" is llama.cpp's own.
 """
 
 from __future__ import annotations
@@ -68,6 +68,12 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "chatglm-bpe": (_LLAMA3,),
     "cohere2moe": (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O),
     "command-r": _DIGITS,
+    "default": (
+        r"[\p{P}\$\+<=>\^~\|]+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+        r"\p{N}+",
+        "[0-9]{3}",
+    ),
     "deepseek-llm": _DEEPSEEK,
     "deepseek-v3": _DEEPSEEK3,
     "exaone": _DIGITS,
