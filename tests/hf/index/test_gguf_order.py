@@ -20,17 +20,6 @@ from tests.hf.model.test_dense import served
 DENSE = ("attn_q.", "attn_k.", "attn_qkv.", "attn_gate.", "gate_shexp.", "up_shexp.")
 
 
-# Latent attention whose rows are blocks of 32: config, and tensors of a layer.
-LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_head_dim": 40}
-SHAPES = {
-    "attn_q_b": (160, 16),
-    "attn_kv_a_mqa": (40, 32),
-    "attn_kv_a_norm": (32,),
-    "attn_k_b": (4, 32, 32),
-    "attn_v_b": (4, 8, 32),
-}
-
-
 def compared(path: Path) -> set[str]:
     """The layers whose matrix stays quantised; each decodes to the weight that is loaded else."""
     plain = ModelSkeleton.of(path)
@@ -75,42 +64,15 @@ def test_moved_rows(tmp_path: Path, name: str, layers: set[str]) -> None:
     assert compared(path) == layers
 
 
-def wide(folder: Path, name: str, types: dict[str, str]) -> Path:
-    """A converted model with matrices of these types; latent attention has longer rows."""
-    random = np.random.default_rng(0)
-
-    def widen(tensors: dict[str, np.ndarray]) -> None:
-        for key in tensors:
-            if (part := key.removesuffix(".weight").rpartition(".")[2]) in SHAPES:
-                tensors[key] = random.normal(0, 0.2, SHAPES[part]).astype(np.float32)
-
-    path = rewritten(folder, name, widen, types)
-    config = json.loads((folder / "config.json").read_text())
-    config |= LATENT if "kv_lora_rank" in config else {}
-    (folder / "config.json").write_text(json.dumps(config))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("name", "types", "layers", "plain"),
-    [
-        ("qwen3_next", {"attn_qkv.": "Q8_0", "attn_gate.": "Q5_0"}, (0, 2), []),
-        ("qwen3_next", {"attn_qkv.": "BF16", "attn_gate.": "Q5_0"}, (0, 2), [0]),
-        ("deepseek_v3", {"attn_v_b.": "Q8_0", "attn_k_b": "Q5_0"}, (0, 1, 2), [0]),
-        ("glm4_moe_lite", {"attn_v_b.": "IQ4_NL"}, (0, 1, 2), [0]),
-    ],
-)
-def test_rows_in_parts(
-    tmp_path: Path, name: str, types: dict[str, str], layers: tuple[int, ...], plain: list[int]
-) -> None:
-    """Rows of two types, and keys of latent attention, which are stored transposed."""
-    path = wide(tmp_path, name, types)
-    module = "linear_attn.in_proj_qkvz" if name == "qwen3_next" else "self_attn.kv_b_proj"
-    assert compared(path) == {f"{n}.{module}" for n in layers}
+@pytest.mark.parametrize(("kind", "plain"), [("Q8_0", []), ("BF16", [0])])
+def test_rows_of_two_types_are_in_parts(tmp_path: Path, kind: str, plain: list[int]) -> None:
+    path = rewritten(tmp_path, "qwen3_next", types={"attn_qkv.": kind, "attn_gate.": "Q5_0"})
+    module = "linear_attn.in_proj_qkvz"
+    assert compared(path) == {f"{n}.{module}" for n in (0, 2)}
     logits = []
     for stored in (False, True):
         with served(path, stored, kernels="rounded") as model:
-            matrix = stored_matrix(model.get_submodule(f"model.layers.{layers[0]}.{module}"))
+            matrix = stored_matrix(model.get_submodule(f"model.layers.0.{module}"))
             assert isinstance(matrix, JoinedMatrix) == stored
             if isinstance(matrix, JoinedMatrix):
                 assert [n for n, p in enumerate(matrix.parts) if isinstance(p, Tensor)] == plain
@@ -120,8 +82,24 @@ def test_rows_in_parts(
         assert torch.equal(expanded, joined)
 
 
-def test_transposed_keys_alone_are_expanded(tmp_path: Path) -> None:
-    assert compared(wide(tmp_path, "deepseek_v3", {"attn_k_b.": "Q8_0"})) == set()
+def test_up_projections_of_latent_attention_are_dequantised(tmp_path: Path) -> None:
+    """Their inputs are cached, so a token multiplies those of its whole context."""
+    random = np.random.default_rng(0)
+    shapes = {"attn_q_b": (160, 16), "attn_kv_a_mqa": (40, 32), "attn_kv_a_norm": (32,),
+              "attn_k_b": (4, 32, 32), "attn_v_b": (4, 8, 32)}  # fmt: skip
+
+    def widen(tensors: dict[str, np.ndarray]) -> None:
+        """Make rows of whole blocks of 32."""
+        for key in tensors:
+            if (part := key.removesuffix(".weight").rpartition(".")[2]) in shapes:
+                tensors[key] = random.normal(0, 0.2, shapes[part]).astype(np.float32)
+
+    types = dict.fromkeys(("attn_k_b.", "attn_v_b.", "attn_kv_a_mqa."), "Q8_0")
+    path = rewritten(tmp_path, "deepseek_v3", widen, types)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_head_dim": 40}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert compared(path) == {f"{n}.self_attn.kv_a_proj_with_mqa" for n in range(3)}
 
 
 @pytest.mark.parametrize(("kind", "stays"), [("Q8_0", True), ("IQ4_NL", True), ("Q5_K", False)])

@@ -18,9 +18,13 @@ from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.header import StoredTensor
 from greenroom.hf.checkpoint.read import BlockOrder, read_moved, read_parts
 from greenroom.hf.index.conversions import WeightConversion
-from greenroom.hf.index.gguf.order import OrderFinder, RowOrder
+from greenroom.hf.index.gguf.order import OrderFinder
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.dense.stored import JoinedMatrix, StoredMatrix, attach_matrix
+
+# Layers that are dequantised. transformers caches the inputs of this one, of latent attention, and
+# multiplies all of them again for each token: a kept matrix would be decoded each time.
+EXPANDED = (".kv_b_proj",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +68,11 @@ class JoinedParameter:
 
     modules: names of the linear layers that share the matrix
     tensors: name of the checkpoint's tensor of each part
-    axes:    axis of the inputs in each tensor; the other axes are rows
     stored:  layout of the parts in memory
     """
 
     modules: tuple[str, ...]
     tensors: tuple[str, ...]
-    axes: tuple[int, ...]
     stored: JoinedMatrix
 
     def detach(self, model: PreTrainedModel) -> None:
@@ -82,14 +84,14 @@ class JoinedParameter:
 
         `empty` allocates the memory, like `torch.empty`. Raises CheckpointError if reading fails.
         """
-        for number, (name, axis) in enumerate(zip(self.tensors, self.axes, strict=True)):
+        for number, name in enumerate(self.tensors):
             part = self.stored.parts[number]
             if isinstance(part, StoredMatrix):
                 rows = _as_rows(checkpoint.tensors[name])
                 read_parts(checkpoint.files, name, rows, part.allocate(empty))
                 continue
             # As in transformers, conversions compute in float32, and the result is cast.
-            values = checkpoint.read(name, torch.float32).movedim(axis, -1).flatten(0, -2)
+            values = checkpoint.read(name, torch.float32).flatten(0, -2)
             self.stored.parts[number] = empty(*part.shape, dtype=part.dtype).copy_(values)
 
 
@@ -116,13 +118,15 @@ def encoded_parameter(
     dtype:      the dtype in which the model computes
     """
     names = tuple(name for group in conversion.sources.values() for name in group)
+    if any(name.endswith(EXPANDED) for name in modules):
+        return None
     if conversion.converter is None:
         stored = encoded_matrix(tensors[0], dtype)
         return None if stored is None else EncodedParameter(tuple(modules), names, stored)
     if len(conversion.targets) > 1 or any(tensor.companions for tensor in tensors):
         return None
-    if (order := orders.rows(conversion, tensors)) is not None:
-        return _of_rows(modules, names, tensors, order, dtype)
+    if (places := orders.rows(conversion, tensors)) is not None:
+        return _of_rows(modules, names, tensors, places, dtype)
     stored = encoded_matrix(tensors[0], dtype) if len(tensors) == 1 else None
     if stored is None or (blocks := orders.blocks(conversion, tensors[0])) is None:
         return None
@@ -134,32 +138,29 @@ def _of_rows(
     modules: Mapping[str, nn.Module],
     names: tuple[str, ...],
     tensors: Sequence[StoredTensor],
-    order: RowOrder,
+    places: tuple[torch.Tensor, ...],
     dtype: torch.dtype,
 ) -> EncodedParameter | JoinedParameter | None:
-    """Describe a weight that has the rows of some tensors in another order."""
-    first, moves = tensors[0], all(axis == -1 for axis in order.axes)
-    if (
-        moves
-        and first.encoding != PLAIN
-        and len({(each.encoding, each.shape[1:]) for each in tensors}) == 1
-    ):
-        rows, columns = sum(map(len, order.places)), first.shape[-1]
+    """Describe a weight that has the rows of some tensors in another order.
+
+    `places` are the rows in the weight of each tensor's rows.
+    """
+    first = tensors[0]
+    if first.encoding != PLAIN and len({(each.encoding, each.shape[1:]) for each in tensors}) == 1:
+        rows, columns = sum(map(len, places)), first.shape[-1]
         joined = replace(first, shape=(rows, columns), codes=(rows, first.codes[-1]))
         if (stored := encoded_matrix(joined, dtype)) is None:
             return None
-        orders = tuple(map(BlockOrder, order.places))
-        return EncodedParameter(tuple(modules), names, stored, orders)
+        return EncodedParameter(tuple(modules), names, stored, tuple(map(BlockOrder, places)))
     if any(type(each) is not nn.Linear or each.bias is not None for each in modules.values()):
         return None
     parts: list[StoredMatrix | torch.Tensor] = []
-    for tensor, axis, places in zip(tensors, order.axes, order.places, strict=True):
-        matrix = encoded_matrix(_as_rows(tensor), dtype) if axis == -1 else None
-        size = len(places), tensor.shape[axis]
+    for tensor, rows_of in zip(tensors, places, strict=True):
+        matrix, size = encoded_matrix(_as_rows(tensor), dtype), (len(rows_of), tensor.shape[-1])
         parts.append(torch.empty(size, dtype=dtype, device="meta") if matrix is None else matrix)
     if not any(isinstance(part, StoredMatrix) for part in parts):
         return None
-    return JoinedParameter(tuple(modules), names, order.axes, JoinedMatrix(parts, order.places))
+    return JoinedParameter(tuple(modules), names, JoinedMatrix(parts, places))
 
 
 def _as_rows(tensor: StoredTensor) -> StoredTensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import Concatenate, ConversionOps
+from transformers.core_model_loading import Concatenate
 from transformers.integrations.gguf.gguf_conversion_mapping import (
     TiledToGroupedInputs,
     TiledToGroupedRows,
@@ -22,28 +22,10 @@ from transformers.integrations.gguf.gguf_conversion_mapping import (
 from greenroom.core.layout import BLOCKS
 from greenroom.hf.checkpoint.header import StoredTensor
 from greenroom.hf.index.conversions import WeightConversion
-from greenroom.hf.index.gguf.values import JoinByKeyHead, JoinKeysAndValues, UnpermuteRows
+from greenroom.hf.index.gguf.values import JoinByKeyHead, UnpermuteRows
 
-# Operations that only move rows -> the axis of the inputs of each of their tensors; the other axes
-# are rows.
-INPUT_AXES: dict[type[ConversionOps], tuple[int, ...]] = {
-    UnpermuteRows: (-1,),
-    TiledToGroupedRows: (-1,),
-    JoinByKeyHead: (-1, -1),
-    JoinKeysAndValues: (-2, -1),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RowOrder:
-    """The rows of a matrix that the rows of stored tensors are.
-
-    places: for each tensor, the row in the matrix of each stored row
-    axes:   for each tensor, the axis of the inputs; -1 if its rows can be moved as bytes
-    """
-
-    places: tuple[Tensor, ...]
-    axes: tuple[int, ...]
+# Operations that only move rows, as does joining tensors along the first axis.
+MOVES_ROWS = (UnpermuteRows, TiledToGroupedRows, JoinByKeyHead)
 
 
 @dataclass
@@ -55,17 +37,19 @@ class OrderFinder:
     def __post_init__(self) -> None:
         self._orders: dict[Any, Any] = {}
 
-    def rows(self, conversion: WeightConversion, stored: Sequence[StoredTensor]) -> RowOrder | None:
+    def rows(
+        self, conversion: WeightConversion, stored: Sequence[StoredTensor]
+    ) -> tuple[Tensor, ...] | None:
         """Find where a conversion puts the rows of its quantised tensors.
 
-        `stored` are the tensors of `conversion.sources`, in their order. None if the conversion
-        does more than move rows.
+        `stored` are the tensors of `conversion.sources`, in their order. For each of them, returns
+        the row in the matrix of each stored row. None if the conversion does more than move rows.
         """
         key = id(conversion.converter), "rows", *(each.shape for each in stored)
         if key not in self._orders:
             self._orders[key] = self._rows(conversion, stored)
-        order: RowOrder | None = self._orders[key]
-        return order
+        places: tuple[Tensor, ...] | None = self._orders[key]
+        return places
 
     def blocks(self, conversion: WeightConversion, stored: StoredTensor) -> Tensor | None:
         """Find the order in which a conversion moves whole blocks of all rows.
@@ -80,19 +64,15 @@ class OrderFinder:
 
     def _rows(
         self, conversion: WeightConversion, stored: Sequence[StoredTensor]
-    ) -> RowOrder | None:
-        operations = conversion.operations
-        axes = _input_axes(operations[0], len(stored))
-        if len(operations) > 1 or axes is None:
+    ) -> tuple[Tensor, ...] | None:
+        operation, *more = conversion.operations
+        joins = type(operation) is Concatenate and operation.dim == 0
+        if more or not (joins or type(operation) in MOVES_ROWS):
             return None
-        numbers, end = [], 0
-        for each, axis in zip(stored, axes, strict=True):
-            rows = list(each.shape)
-            rows[axis] = 1
-            numbers.append(torch.arange(end, end + prod(rows)).view(rows))
-            end += prod(rows)
-        places = self._convert(conversion, numbers)[:, 0].argsort()
-        return RowOrder(places.split([each.numel() for each in numbers]), axes)
+        counts = [prod(each.shape[:-1]) for each in stored]
+        numbers = torch.arange(sum(counts)).split(counts)
+        shaped = [n.view(*each.shape[:-1], 1) for n, each in zip(numbers, stored, strict=True)]
+        return self._convert(conversion, shaped)[:, 0].argsort().split(counts)
 
     def _blocks(self, conversion: WeightConversion, stored: StoredTensor) -> Tensor | None:
         if [type(each) for each in conversion.operations] != [TiledToGroupedInputs]:
@@ -107,9 +87,3 @@ class OrderFinder:
         names = [name for group in conversion.sources.values() for name in group]
         tensors = dict(zip(names, numbers, strict=True))
         return conversion.convert(tensors, self.model, self.model.config)[conversion.targets[0]]
-
-
-def _input_axes(operation: ConversionOps, tensors: int) -> tuple[int, ...] | None:
-    if type(operation) is Concatenate and operation.dim == 0:
-        return (-1,) * tensors
-    return INPUT_AXES.get(type(operation))
