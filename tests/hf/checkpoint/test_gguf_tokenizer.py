@@ -23,7 +23,7 @@ from tests.hf.conftest import one_line
 
 
 def header(kind: str | None, name: str | None = None, **others: Any) -> Header:
-    values = {"model": kind, "pre": name, **others}
+    values = {"model": kind, "pre": name, "merges": ["a b"], **others}
     metadata = {
         f"tokenizer.ggml.{key}": value for key, value in values.items() if value is not None
     }
@@ -110,5 +110,8 @@ def test_tokenizers_that_are_refused(kind: str | None, name: str | None, words: 
     assert "tokenizer.json beside the file, or name its folder or hub id with --config" in one_line(
         error
     )
+    assert not makes_tokenizer(header("gpt2", "qwen2", merges=None))
+    with pytest.raises(UnsupportedModel, match=r"no merges \(tokenizer.ggml.merges\)"):
+        check_tokenizer(header("gpt2", "qwen2", merges=None))
     assert makes_tokenizer(header("llama"))
     assert makes_tokenizer(header("gpt2", "qwen2"))

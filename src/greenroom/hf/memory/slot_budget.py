@@ -24,7 +24,7 @@ from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.memory.system import trim_heap
 
 BLOCK = kv.BLOCK  # tokens by which the KV cache's share grows
-MIN_GAIN = 32  # slots are added where they gain this part of the slots: 1/32
+MIN_GAIN = 64  # slots are added where they gain this part of the slots: 1/64
 
 log = logging.getLogger(__name__)
 

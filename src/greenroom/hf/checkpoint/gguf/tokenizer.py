@@ -127,6 +127,8 @@ def _reason(header: Header) -> str | None:
         return f"its kind is {printable(kind)}" if kind else "the metadata have none"
     if kind != BYTE_LEVEL:
         return None
+    if "tokenizer.ggml.merges" not in header.metadata:
+        return "the metadata have no merges (tokenizer.ggml.merges)"
     name = header.metadata.get("tokenizer.ggml.pre")
     if name in SPLITS or name in GGUF_PRE_TOKENIZER_SPLITS:
         return None
