@@ -24,7 +24,7 @@ from greenroom.runtime.kernels.dense.stored import JoinedMatrix, StoredMatrix, a
 
 # Layers that are dequantised. transformers caches the inputs of this one, of latent attention, and
 # multiplies all of them again for each token: a kept matrix would be decoded each time.
-EXPANDED = (".kv_b_proj",)
+DEQUANTISED_LAYERS = (".kv_b_proj",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def encoded_parameter(
     dtype:      the dtype in which the model computes
     """
     names = tuple(name for group in conversion.sources.values() for name in group)
-    if any(name.endswith(EXPANDED) for name in modules):
+    if any(name.endswith(DEQUANTISED_LAYERS) for name in modules):
         return None
     if conversion.converter is None:
         stored = encoded_matrix(tensors[0], dtype)
