@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Tests start many processes: with byte code written by the first, each starts a second sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo check ci processes interpreted without-options check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers papers-demo papers-train clean
+.PHONY: help setup native demo check ci processes interpreted without-options check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers papers-demo papers-train clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
@@ -29,6 +29,12 @@ help:
 	@echo "make clean   remove the environment and the tools' caches; compiled kernels and bench-data stay"
 
 setup: $(READY)
+
+# The compiled kernels, built in place; only what changed is compiled again.
+native:
+	cmake -S native -B build/native -G Ninja > /dev/null
+	cmake --build build/native
+	cmake --install build/native --prefix src/greenroom/runtime/kernels/native/lib > /dev/null
 
 # torch first, in the version that the constraints name: what depends on it then takes that one.
 $(READY): pyproject.toml constraints.txt

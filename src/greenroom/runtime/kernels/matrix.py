@@ -15,7 +15,9 @@ significant bits times a power of two.
 
 from __future__ import annotations
 
+import ctypes
 from array import array
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +29,7 @@ from greenroom.runtime.kernels.codegen.formats.expand import GROUP
 from greenroom.runtime.kernels.codegen.formats.families import FORMATS
 from greenroom.runtime.kernels.codegen.formats.families.affine import AFFINE, affine_name
 from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
+from greenroom.runtime.kernels.native.library import library
 
 # Inputs that share a scale, where the format fixes that.
 _GROUPS = {**PACKED, "mxfp4": GROUP, "nvfp4": 16, "ct_nvfp4": 16}
@@ -67,7 +70,7 @@ class MatrixProduct:
             *((c.offset, c.nbytes // c.shape[0], rows // c.shape[0]) for c in companions),
             *[(values.offset, 0, 1)] * 3,
         ][:3]
-        self._product, packed = _product(weight, dtype, rounded)
+        self._product, packed = _format(weight, dtype, rounded)
         self._layout = array(
             "q",
             [
@@ -76,7 +79,7 @@ class MatrixProduct:
             ],
         )
         self.packs_input = packed > 0
-        self.arguments = self._product.address, self._layout.buffer_info()[0]
+        self.arguments = ctypes.addressof(self._product), self._layout.buffer_info()[0]
 
 
 def is_exact(weight: WeightSpec, dtype: torch.dtype) -> bool:
@@ -96,6 +99,35 @@ def products_of(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> list[M
         MatrixProduct(gate, dtype, rounded),
         MatrixProduct(up, dtype, rounded, first=gate.shape[0]),
     ]
+
+
+class Format(ctypes.Structure):
+    """The addresses of a format's code (native/formats/row.hpp)."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("pack", "multiply", "expand", "packed_bytes")]
+
+
+PACKED_BYTES = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
+
+
+def _format(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Format, int]:
+    """Return (a matrix's format, bytes of an input row that is packed for it; 0: not packed)."""
+    name = _name(weight)
+    round_weights = name == PLAIN or (rounded and not is_exact(weight, dtype))
+    kind = str(dtype).removeprefix("torch.") if round_weights else "float32"
+    symbol = f"format_{name.replace('.', '_').replace('/', '_')}_{kind}"
+    if address := library().address(symbol):
+        form = Format.from_address(address)
+        return form, PACKED_BYTES(form.packed_bytes)(weight.shape[1])
+    entry, packed = _product(weight, dtype, rounded)
+    return _wrapped(entry), packed
+
+
+@cache
+def _wrapped(entry: KernelEntry) -> Format:
+    form = Format(entry.address, entry.address, entry.address, 0)
+    form.entry = entry
+    return form
 
 
 def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[KernelEntry, int]:

@@ -57,6 +57,10 @@ LAYOUT_ARGUMENTS = 13
 ) = range(LAYOUT_ARGUMENTS)  # fmt: skip
 
 
+# Places of the addresses in a format (matrix.py).
+PACK, MULTIPLY, EXPAND = range(3)
+
+
 def preparing_code(encoding: str, expander: Expander, multiplied: bool):
     """Make the intrinsic that writes a row's scales and minima as float32.
 
@@ -223,13 +227,13 @@ def multiply_row(
     if room != 0 and packed != x:
         put_word(scratch, F_ROWS, 0)
         put_word(scratch, F_OUT, place)
-        enter_at(product, scratch)
+        enter_at(word(product, PACK), scratch)
     if room != 0:
         put_word(scratch, F_X, place)
     put_word(scratch, F_ROWS, rows)
     put_word(scratch, F_OUT, out)
     put_word(scratch, F_SCRATCH, place + room)
-    enter_at(product, scratch)
+    enter_at(word(product, MULTIPLY), scratch)
     return x if room != 0 else 0
 
 
@@ -250,5 +254,5 @@ def expanded_rows(product, layout, slot, K, first, rows, scratch):
     put_word(scratch, F_X, 0)
     put_word(scratch, F_OUT, place)
     put_word(scratch, F_SCRATCH, place + 4 * rows * K)
-    enter_at(product, scratch)
+    enter_at(word(product, EXPAND), scratch)
     return place

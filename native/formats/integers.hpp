@@ -1,0 +1,150 @@
+// Products with input rows that are packed as integers.
+//
+// Each 32 neighbouring inputs (64 if their weights share a scale) are divided by a common power of
+// two, so that the largest becomes an integer of 15 bits with its sign, stored as two bytes (its
+// lower 7 bits and its upper 8), or of 16 bits, stored as int16. Inputs that are bfloat16 numbers
+// and at most 64 times smaller than the largest of their neighbours are exact; smaller ones are
+// rounded to 2^-15 of that neighbour. Codes of two to eight bits are multiplied with these integers
+// and summed exactly; then each lane's sum is multiplied by a scale in float32.
+#pragma once
+
+#include <array>
+
+#include "row.hpp"
+
+namespace greenroom {
+
+// How a format multiplies integers. A loop iteration takes `unit` inputs of a row.
+struct Packing {
+    int run = 0;           // inputs are stored as two bytes; runs of so many inputs alternate between
+                           // the two halves of an iteration's 128 inputs. 0: 64 inputs as int16
+    int shift = 5;         // a row has one float32 scale for 2^shift inputs
+    int offset = 0;        // a weight is scale * factor * (code - offset), minus its minimum
+    float factor = 1;
+    bool separate_halves = false;  // are the sums of the two halves kept apart?
+    int minima = 0;        // number of minima of an iteration
+    const int* minimum_lanes = nullptr;  // the lane of each minimum's sum of inputs
+
+    constexpr int unit() const { return run ? 128 : 64; }
+    constexpr int group() const { return shift > 5 ? 1 << shift : 32; }
+    // Vectors of packed inputs that an iteration reads: int16; or upper and lower bytes of both
+    // halves, then sums of the inputs times -offset, or sums for the minima.
+    constexpr int offsets() const { return offset ? 1 + separate_halves : 0; }
+    constexpr int vectors() const { return run ? 4 + offsets() + (minima > 0) : 2; }
+};
+
+// An iteration's packed inputs.
+struct Inputs {
+    const uint8_t* at;
+    SignedBytes upper(int half) const { return load<int8_t>(at + 64 * half); }
+    SignedBytes lower(int half) const { return load<int8_t>(at + 64 * (2 + half)); }
+    Shorts shorts(int half) const { return load<int16_t>(at + 64 * half); }
+    Ints offsets(int half = 0) const { return load<int32_t>(at + 64 * (4 + half)); }
+    Floats sums() const { return load<float>(at + 64 * 4); }  // for the minima
+};
+
+// Multiply codes with one half of an iteration's inputs, beginning with `start`.
+INLINE Ints times(const Bytes& codes, const Inputs& x, int half, const Ints& start) {
+    return (dot_bytes(Ints{}, codes, x.upper(half)) << 7) + dot_bytes(start, codes, x.lower(half));
+}
+
+// Both halves of 64 bytes of codes of four bits.
+struct Halves {
+    Bytes low, high;
+};
+INLINE Halves split_bytes(const Bytes& raw) {
+    return {raw & 15, as<uint8_t>(as<uint16_t>(raw) >> 4) & 15};
+}
+
+// Load eight scales, or minima, of an iteration, of which `left` inputs' exist; the others are 0.
+// (Codes and x are 0 there too, but uninitialised memory may hold NaN, and 0 times NaN is NaN.)
+INLINE Floats group_scales(const float* base, int64_t left, int shift) {
+    return load_first<float>(base, (left + (1 << shift) - 1) >> shift);
+}
+
+template <Packing P>
+constexpr int64_t packed_bytes(int64_t inputs) {
+    int64_t units = (inputs + P.unit() - 1) / P.unit();
+    return 64 * (units * P.vectors() + 1) + 4 * units * (P.unit() >> P.shift);
+}
+
+// The scales of a packed row's inputs, which are powers of two.
+template <Packing P>
+INLINE float* powers_of(const uint8_t* packed, int64_t inputs) {
+    return (float*)(packed + (inputs + P.unit() - 1) / P.unit() * 64 * P.vectors());
+}
+
+// Convert neighbours to integers, and return their power of two: NaN if one is NaN or infinite.
+template <Packing P>
+INLINE float pack_group(const float* x, int32_t* integers) {
+    constexpr int top = P.run ? 13 : 14;
+    uint32_t largest = 0;
+    for (int i = 0; i < P.group(); i++) {
+        uint32_t size = std::bit_cast<uint32_t>(x[i]) & 0x7fffffff;
+        largest = size > largest ? size : largest;
+    }
+    uint32_t exponent = largest >> 23, bounded = exponent < 40 ? 40 : exponent;
+    float inverse = std::bit_cast<float>((254 + top - bounded) << 23);
+    for (int i = 0; i < P.group(); i += LANES) {
+        // Rounded to the nearest by adding 1.5 * 2^23.
+        Floats moved = fma(load<float>(x + i), all(inverse), all(12582912.0f));
+        store(integers + i, at_most(as<int32_t>(moved) - 0x4b400000, (2 << top) - 1));
+    }
+    return exponent == 255 ? std::numeric_limits<float>::quiet_NaN()
+                           : std::bit_cast<float>((bounded - top) << 23);
+}
+
+// Convert an input row to integers.
+template <Packing P>
+void pack(const float* x, int64_t inputs, uint8_t* out) {
+    constexpr int unit = P.unit(), group = P.group();
+    float* powers = powers_of<P>(out, inputs);
+    for (int64_t number = 0; number * unit < inputs; number++, out += 64 * P.vectors()) {
+        float row[unit] = {}, power[unit / group];
+        int32_t integers[unit];
+        int64_t left = inputs - number * unit;
+        std::memcpy(row, x + number * unit, 4 * (left < unit ? left : unit));
+        for (int g = 0; g < unit / group; g++) {
+            power[g] = pack_group<P>(row + g * group, integers + g * group);
+            for (int i = 0; i < group >> P.shift; i++)
+                powers[((number * unit + g * group) >> P.shift) + i] = power[g] * P.factor;
+        }
+        if constexpr (!P.run) {
+            int16_t* shorts = (int16_t*)out;
+            for (int i = 0; i < unit; i++) shorts[i] = (int16_t)integers[i];
+            continue;
+        } else {
+            int8_t* upper = (int8_t*)out;
+            int8_t* lower = upper + 128;
+            int order[unit];  // of the inputs in the two halves
+            for (int i = 0, places[2] = {0, 64}; i < unit; i++) order[places[i / P.run % 2]++] = i;
+            for (int i = 0; i < unit; i++) {
+                upper[i] = (int8_t)(integers[order[i]] >> 7);
+                lower[i] = (int8_t)(integers[order[i]] & 127);
+            }
+            Inputs packed{out};
+            if constexpr (P.offset != 0) {
+                Ints first = times(all<uint8_t>(1), packed, 0, Ints{});
+                Ints second = times(all<uint8_t>(1), packed, 1, Ints{});
+                if constexpr (P.separate_halves) {
+                    store(out + 256, first * -P.offset);
+                    store(out + 320, second * -P.offset);
+                } else {
+                    store(out + 256, (first + second) * -P.offset);
+                }
+            }
+            if constexpr (P.minima != 0) {
+                float sums[LANES] = {};
+                constexpr int each = unit / P.minima;
+                for (int m = 0; m < P.minima; m++) {
+                    int32_t sum = 0;
+                    for (int i = 0; i < each; i++) sum += integers[m * each + i];
+                    sums[P.minimum_lanes[m]] = (float)sum * power[m * each / group];
+                }
+                std::memcpy(out + 64 * (4 + P.offsets()), sums, 64);
+            }
+        }
+    }
+}
+
+}  // namespace greenroom

@@ -1,0 +1,190 @@
+// Loops over rows of an encoded matrix: decode them, or multiply them with one input row.
+//
+// A format is a class with
+//     block_inputs, block_bytes   of one block of its codes
+//     prepare(row)                writes the row's scales and minima as float32
+//     decode<T>(row, at)          returns the 32 weights from input `at` on, rounded to type T
+// and, if it multiplies integers,
+//     packing                     a Packing
+//     terms(row, at, x, left, add)  calls add(constant<i>, sums, scales) for an iteration, of which
+//                                 `left` inputs exist; i is 0 or 1: the 64 inputs to which the sums
+//                                 belong
+//     paired                      do the halves of the sums of block 0 belong to blocks 0 and 1?
+#pragma once
+
+#include "integers.hpp"
+
+namespace greenroom {
+
+constexpr int ROWS_AT_ONCE = 4;
+
+// Decode a row to float32 out [inputs]; its scales are ready.
+template <class F, class T>
+INLINE void expand_row(const Row& row, float* out) {
+    for (int64_t at = 0; at < row.inputs; at += 32) {
+        Weights weights = F::template decode<T>(row, at);
+        store(out + at, weights.part[0]);
+        store(out + at + LANES, weights.part[1]);
+    }
+}
+
+// Call add(n, block, values, factors) for row n, for at most 64 inputs in float32.
+template <class F, class T, int N, class Add>
+INLINE void float_terms(const Row* rows, const float* x, int64_t at, int64_t left, Add add) {
+    for (int64_t first = at; first < at + left && first < at + 64; first += 32) {
+        Floats xs[2] = {load<float>(x + first), load<float>(x + first + LANES)};
+        each<N>([&](auto n) INLINE_LAMBDA {
+            Weights weights = F::template decode<T>(rows[n], first);
+            add(n, constant<0>, xs[0], weights.part[0]);
+            add(n, constant<0>, xs[1], weights.part[1]);
+        });
+    }
+}
+
+template <class F>
+concept MultipliesIntegers = requires { F::packing; };
+
+template <class F, bool INTEGERS>
+constexpr int unit_of() {
+    if constexpr (INTEGERS) return F::packing.unit();
+    return 64;
+}
+
+// Multiply N rows with one input row, and write or add N sums. x: float32, or packed.
+template <class F, class T, int N, bool INTEGERS>
+INLINE void multiply_tile(
+    const Row* rows, const void* x, const RowsCall& call, const uint8_t* ahead, float* out) {
+    constexpr int unit = unit_of<F, INTEGERS>();
+    constexpr int ahead_bytes = N * unit * F::block_bytes / F::block_inputs;
+    int64_t inputs = call.inputs, whole = inputs & -unit;
+
+    auto iterate = [&](int64_t at, int64_t left, auto add) INLINE_LAMBDA {
+        const uint8_t* place = ahead + at / unit * ahead_bytes;
+        each<(ahead_bytes + 63) / 64>([&](auto line) INLINE_LAMBDA {
+            prefetch(place + 64 * line);
+            if constexpr (INTEGERS) prefetch_far(place + 64 * line + 8192);
+        });
+        if constexpr (INTEGERS) {
+            Inputs packed{(const uint8_t*)x + at / unit * 64 * F::packing.vectors()};
+            each<N>([&](auto n) INLINE_LAMBDA {
+                F::terms(rows[n], at, packed, left,
+                         [&](auto block, const Floats& sums, const Floats& scales) INLINE_LAMBDA {
+                             add(n, block, sums, scales);
+                         });
+            });
+        } else {
+            float_terms<F, T, N>(rows, (const float*)x, at, left, add);
+        }
+    };
+
+    float totals[N];
+    each<N>([&](auto n) INLINE_LAMBDA { totals[n] = call.carry ? out[n] : 0; });
+    if (call.block == 64) {
+        for (int64_t at = 0; at < inputs; at += unit) {
+            Floats sums[N][2] = {};
+            iterate(at, inputs - at < unit ? inputs - at : unit,
+                    [&](auto n, auto block, const Floats& value, const Floats& factor) INLINE_LAMBDA {
+                        sums[n][block] = fma(value, factor, sums[n][block]);
+                    });
+            each<N>([&](auto n) INLINE_LAMBDA {
+                if constexpr (unit == 64) {
+                    totals[n] += lane_sum(sums[n][0]);
+                } else if constexpr (F::paired) {
+                    TwoSums two = half_sums(sums[n][0]);
+                    totals[n] = (totals[n] + two.first) + two.second;
+                } else {
+                    totals[n] = (totals[n] + lane_sum(sums[n][0])) + lane_sum(sums[n][1]);
+                }
+            });
+        }
+    } else {
+        Floats sums[N] = {};
+        auto grow = [&](auto n, auto, const Floats& value, const Floats& factor) INLINE_LAMBDA {
+            sums[n] = fma(value, factor, sums[n]);
+        };
+        for (int64_t at = 0; at < whole; at += unit) iterate(at, unit, grow);
+        if constexpr (F::block_inputs % unit != 0)
+            if (whole < inputs) iterate(whole, inputs - whole, grow);
+        each<N>([&](auto n) INLINE_LAMBDA { totals[n] += lane_sum(sums[n]); });
+    }
+    each<N>([&](auto n) INLINE_LAMBDA { out[n] = totals[n]; });
+}
+
+// The row of a tensor that several rows of codes share.
+INLINE int64_t shared_row(int64_t row, int64_t rows_per_row) {
+    // Without a branch, the division would take as long as half a row of 4-bit codes.
+    return rows_per_row == 1 ? row : row / rows_per_row;
+}
+
+// The number n row of a call, with its scales in float32.
+template <class F>
+INLINE Row prepared_row(const RowsCall& call, int64_t n, int place, const float* powers) {
+    const Layout& layout = *call.layout;
+    int64_t row = call.first + n;
+    Row result{
+        call.slot + layout.codes + row * layout.row_bytes,
+        (float*)(call.scratch + place * (call.inputs / 2 + 64)),
+        call.inputs,
+        call.slot + layout.scales + shared_row(row, layout.rows_per_scale) * layout.scale_row_bytes,
+        layout.groups_per_scale,
+        powers,
+        call.slot + layout.zeros + shared_row(row, layout.rows_per_zero) * layout.zero_row_bytes,
+        call.slot + layout.groups + shared_row(row, layout.rows_per_group) * layout.group_row_bytes,
+    };
+    F::prepare(result);
+    return result;
+}
+
+template <class F, class T>
+void expand(RowsCall* call) {
+    for (int64_t n = 0; n < call->rows; n++)
+        expand_row<F, T>(prepared_row<F>(*call, n, 0, nullptr), call->out + n * call->inputs);
+}
+
+template <class F, class T, bool INTEGERS>
+void multiply(RowsCall* call) {
+    const float* powers = nullptr;
+    if constexpr (INTEGERS) powers = powers_of<F::packing>((const uint8_t*)call->x, call->inputs);
+    const int64_t row_bytes = call->layout->row_bytes;
+    int64_t n = 0;
+    for (; n + ROWS_AT_ONCE <= call->rows; n += ROWS_AT_ONCE) {
+        Row rows[ROWS_AT_ONCE];
+        for (int i = 0; i < ROWS_AT_ONCE; i++) rows[i] = prepared_row<F>(*call, n + i, i, powers);
+        bool more = n + ROWS_AT_ONCE < call->rows;
+        const uint8_t* ahead = more ? rows[0].codes + ROWS_AT_ONCE * row_bytes : call->next;
+        multiply_tile<F, T, ROWS_AT_ONCE, INTEGERS>(rows, call->x, *call, ahead, call->out + n);
+    }
+    for (; n < call->rows; n++) {
+        Row row = prepared_row<F>(*call, n, 0, powers);
+        multiply_tile<F, T, 1, INTEGERS>(&row, call->x, *call, row.codes + row_bytes, call->out + n);
+    }
+}
+
+// The code for an encoding whose weights are rounded to type T. In float32 they are not rounded,
+// and multiplied as integers if the format can.
+template <class F, class T>
+constexpr Format format_of() {
+    if constexpr (std::is_same_v<T, float> && MultipliesIntegers<F>)
+        return {
+            [](RowsCall* call) { pack<F::packing>(call->x, call->inputs, (uint8_t*)call->out); },
+            multiply<F, T, true>,
+            expand<F, T>,
+            packed_bytes<F::packing>,
+        };
+    else
+        return {nullptr, multiply<F, T, false>, expand<F, T>, [](int64_t) -> int64_t { return 0; }};
+}
+
+// Define a format under the name of its encoding, for weights as they are and for weights that are
+// rounded to a model's type.
+#define FORMAT(name, F)                                                            \
+    extern "C" {                                                                   \
+    extern const greenroom::Format format_##name##_float32 [[gnu::visibility("default")]] =  \
+        greenroom::format_of<F, float>();                                          \
+    extern const greenroom::Format format_##name##_bfloat16 [[gnu::visibility("default")]] = \
+        greenroom::format_of<F, greenroom::BFloat16>();                            \
+    extern const greenroom::Format format_##name##_float16 [[gnu::visibility("default")]] =  \
+        greenroom::format_of<F, greenroom::Float16>();                             \
+    }
+
+}  // namespace greenroom

@@ -1,0 +1,95 @@
+// Rows of an encoded matrix, the calls that multiply them, and what a format is to other kernels.
+#pragma once
+
+#include "../arguments.hpp"
+#include "../numbers.hpp"
+
+namespace greenroom {
+
+// Where the parts of an encoded matrix lie in a slot: bytes from the slot's start, and from row to
+// row. Scales and up to two other tensors, such as zeros and groups of inputs, may be tensors of
+// their own, of which a row serves several rows of codes.
+SHARED(Layout,
+    int64_t codes, row_bytes;
+    int64_t scales, scale_row_bytes, groups_per_scale, rows_per_scale;  // groups of 32 inputs
+    int64_t packed_bytes;  // of an input row that is packed as integers; 0: it stays float32
+    int64_t zeros, zero_row_bytes, rows_per_zero;
+    int64_t groups, group_row_bytes, rows_per_group;
+)
+
+// One call of a format's code, for some rows of a matrix.
+//
+// pack:     convert the input row x [inputs] to integers, at `out`
+// expand:   decode rows to float32 out [rows, inputs]
+// multiply: compute the products out [rows] with x: a packed row if the format packs, else float32.
+//           `carry`: add them to out. `block`: inputs of a partial sum, `inputs` or 64.
+//
+// scratch:  5 bytes for each input
+// next:     codes to prefetch after those of the last row
+SHARED(RowsCall,
+    const uint8_t* slot;
+    const Layout* layout;
+    int64_t inputs, first, rows, block, carry;
+    const float* x;
+    float* out;
+    uint8_t* scratch;
+    const uint8_t* next;
+)
+
+// The code for one encoding.
+struct Format {
+    void (*pack)(RowsCall*);
+    void (*multiply)(RowsCall*);
+    void (*expand)(RowsCall*);
+    int64_t (*packed_bytes)(int64_t inputs);  // 0: input rows are not packed
+};
+
+// A row of an encoded matrix. Its scales and minima are converted to float32 before its codes are
+// read, which costs less than to convert each scale where it is used.
+struct Row {
+    const uint8_t* codes;
+    float* ready;  // the scales in float32: at most one for 16 inputs
+    int64_t inputs;
+    const uint8_t* scale;     // the row's first scale, if scales are a tensor of their own
+    int64_t groups_per_scale; // groups of 32 inputs with one scale, if that differs between models
+    const float* powers;      // factors of the scales, or null
+    const uint8_t* zero;
+    const uint8_t* group;
+
+    float* minima() const { return ready + inputs / 16; }  // in float32, as many as scales
+
+    // Write 16 scales, or scales and minima, from number `at` of the row on. Only the powers of the
+    // first `left` are read. No store is masked: a load soon after it would have to wait.
+    INLINE void put(int64_t at, Floats scales, int64_t left = LANES) const {
+        if (powers) scales = scales * load_first<float>(powers + at, left);
+        store(ready + at, scales);
+    }
+    INLINE void put(int64_t at, Floats scales, const Floats& lows, int64_t left) const {
+        put(at, scales, left);
+        store(minima() + at, lows);  // after the scales, whose last lanes may lie in its place
+    }
+};
+
+// 32 decoded weights.
+struct Weights {
+    Floats part[2];
+};
+
+// Round 32 weights to a model's type.
+template <class T>
+INLINE Weights rounded_weights(const Floats& a, const Floats& b) {
+    return {{rounded_weight<T>(a), rounded_weight<T>(b)}};
+}
+
+// Write a row's scales as float32, 16 at a time; the last 16 overlap with those before.
+//
+// values(at, left) writes 16 scales from number `at` on, of which `left` exist.
+template <class Values>
+INLINE void prepare_in_vectors(int64_t count, Values values) {
+    if (count < LANES) return values(0, count);
+    int64_t at = 0;
+    for (; at + LANES <= count; at += LANES) values(at, LANES);
+    if (at < count) values(count - LANES, LANES);
+}
+
+}  // namespace greenroom

@@ -1,0 +1,1 @@
+"""Load the kernels that are written in C++ (folder native/), and describe their arguments."""
