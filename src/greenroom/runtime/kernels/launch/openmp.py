@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from greenroom.runtime.kernels.codegen.jit import EntryFunction, machine_code
+from greenroom.runtime.kernels.native.library import library
 
 _NAMES = ("libgomp", "libiomp5", "libomp")
 
@@ -79,8 +80,17 @@ class KernelEntry:
 
 @cache
 def kernel_entry(
-    kernel: Callable[..., EntryFunction], dtype: torch.dtype, *options: int | str
+    kernel: str | Callable[..., EntryFunction], dtype: torch.dtype, *options: int | str
 ) -> KernelEntry:
-    """Compile a kernel for a weight type, as the entry of an OpenMP parallel region."""
-    code = machine_code(kernel, str(dtype).removeprefix("torch."), *options)
+    """Find a compiled kernel for a weight type, as the entry of an OpenMP parallel region.
+
+    A kernel's name stands for the C++ function NAME_DTYPE; a function is compiled by Numba.
+    """
+    kind = str(dtype).removeprefix("torch.")
+    if isinstance(kernel, str):
+        name = f"{kernel}_{kind}"
+        address = library().address(name)
+        assert address, name
+        return KernelEntry(address, library())
+    code = machine_code(kernel, kind, *options)
     return KernelEntry(code.address, code)
