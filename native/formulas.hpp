@@ -10,7 +10,9 @@ namespace greenroom {
 // Call step(at, left) for each vector of a row of n numbers; `left` of its lanes exist.
 template <class Step>
 INLINE void over_row(int64_t n, Step step) {
-    for (int64_t at = 0; at < n; at += LANES) step(at, n - at < LANES ? n - at : LANES);
+    int64_t at = 0;
+    for (; at + LANES <= n; at += LANES) step(at, LANES);
+    if (at < n) step(at, n - at);
 }
 
 // Load and store a vector of a row, of which `left` lanes exist.

@@ -142,7 +142,7 @@ for name, policy in POLICIES.items():
         found[key] = FunctionDigest.of(function.py_func)
 kernels = [(expert_group.compute_group, 0, 0), (expert_group.combine,)]
 kernels += [(choice.select, 0), (choice.find_slots,)]
-kernels += [(heads.attend, 0), (heads.project, 0), (layers.gemv, 0), (layers.add_and_norm,)]
+kernels += [(heads.attend, 0), (heads.project, 0), (layers.gemv, 0)]
 for kernel, *options in kernels:
     for dtype, witness in WITNESS.items():
         found[f"{kernel.__name__} {dtype}"] = FunctionDigest.of(kernel(witness, *options))

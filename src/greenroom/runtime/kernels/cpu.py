@@ -69,7 +69,7 @@ class CpuLayerPlan:
             expert_group.compute_group, layer.dtype, by_columns, encoded
         )
         self.combine_entry: KernelEntry = kernel_entry(expert_group.combine, layer.dtype)
-        self.norm_entry: KernelEntry = kernel_entry(layers.add_and_norm, layer.dtype)
+        self.norm_entry: KernelEntry = kernel_entry("add_and_norm", layer.dtype)
         pairs = [products_of(w, layer.dtype, rounded) for w in weights] if encoded else []
         self.matrices = [pairs[0][0], pairs[1][0], pairs[0][1]] if encoded else []
         # Bytes per thread: rows of weights that are widened at a time, or a block of a strip and a

@@ -36,7 +36,7 @@ def compile_all(dtype: str) -> None:
     for dense in (layers.gemv, heads.project, heads.attend):
         machine_code(dense, dtype, False)
     machine_code(choice.select, dtype, False)
-    for small in (expert_group.combine, layers.add_and_norm):
+    for small in (expert_group.combine,):
         machine_code(small, dtype)
     for any_type in (layers.run_stages, choice.find_slots):
         machine_code(any_type, "float32")

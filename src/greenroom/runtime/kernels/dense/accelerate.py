@@ -326,7 +326,7 @@ def norm_forward(module: nn.Module, style: int, eps: float) -> Forward:
     parameters, original = module._parameters, type(module).forward
     weight: Tensor = parameters["weight"]  # type: ignore[assignment]
     dtype, n = weight.dtype, weight.numel()
-    enter, limit = kernel_entry(layers.add_and_norm, dtype), 1 << 14
+    enter, limit = kernel_entry("add_and_norm", dtype), 1 << 14
     epsilon = bits(eps)
     empty_like, grad = torch.empty_like, torch.is_grad_enabled
 

@@ -98,7 +98,7 @@ class FusedDecoderLayer:
             self._parts_check.require_weight(norm)
         for part in (*norms, attention.module):
             self._parts_check.require_no_hooks(part)
-        self._norm_entry = kernel_entry(layers.add_and_norm, attention.dtype)
+        self._norm_entry = kernel_entry("add_and_norm", attention.dtype)
         self._input_norm, self._post_norm = (
             self._norm_arguments(norm.weight, style)
             for norm, style in zip(norms, styles, strict=True)
@@ -298,7 +298,7 @@ class FusedDecoderLayer:
         """Run the kernel calls of several tokens together."""
         input_norm, project, attend, post_norm = zip(*rows, strict=True)
         join, attention = (
-            kernel_entry(layers.add_and_norm_rows, self.attention.dtype),
+            kernel_entry("add_and_norm_rows", self.attention.dtype),
             self.attention,
         )
         work = torch.empty(4, len(rows), attention.widest)

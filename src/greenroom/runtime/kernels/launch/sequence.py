@@ -31,8 +31,9 @@ def batch_stage(
     entry: the variant of the kernel for several tokens
     wide, out: addresses of float32 inputs and outputs with a row per token; 0: none
     """
-    arguments = array("q", (0, 0, len(token_arguments), wide, out))
-    arguments.extend(argument.buffer_info()[0] for argument in token_arguments)
+    addresses = (argument.buffer_info()[0] for argument in token_arguments)
+    arguments = array("q", (0, 0, len(token_arguments), wide, out, 0, *addresses))
+    arguments[5] = arguments.buffer_info()[0] + 8 * 6
     return entry, arguments
 
 

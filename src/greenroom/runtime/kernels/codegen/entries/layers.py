@@ -1,4 +1,4 @@
-"""Compiled kernels of dense layers: nn.Linear (`gemv`), residual and RMSNorm (`add_and_norm`).
+"""Compiled kernels of dense layers: nn.Linear (`gemv`).
 
 They run in a parallel region, like those of expert_group.py. `expand_rows` decodes an encoded
 matrix, `copy_arguments` sets the arguments of other kernels, and `run_stages` calls other kernels.
@@ -27,7 +27,6 @@ from greenroom.runtime.kernels.codegen.llvm.ir import (
     dot_1x1,
     dot_1x4,
     enter_at,
-    float_of,
     get,
     put,
     put_word,
@@ -53,7 +52,7 @@ M_PRODUCT, M_LAYOUT, M_BASE = range(RECORD_ARGUMENTS)
     W, W_ROWS, W_COLUMNS, X, OUT, BIAS, X_ROWS, TICKET, SCRATCH, STRIDE, X_WIDE, OUT_WIDE,
 ) = range(1, 13)  # fmt: skip
 
-# Arguments of `add_and_norm`, after the cursor. N_MORE: rows after the first.
+# Arguments of `add_and_norm`, after the cursor (native/norms.hpp).
 N_X, N_Y, N_SUM, N_OUT, N_WEIGHT, N_COLUMNS, N_EPS, N_STYLE, N_MORE = range(1, 10)
 NORM_ARGUMENTS = 10
 
@@ -62,9 +61,9 @@ NORM_ARGUMENTS = 10
 E_MATRIX, E_ROWS, E_COLUMNS, E_FIRST, E_INDEX, E_OUT, E_TICKET, E_SCRATCH, E_STRIDE = range(1, 10)
 
 # Arguments of an entry for several tokens, after the cursor: finished units, tokens, addresses of
-# float32 inputs and outputs with a row per token (0: none). Then for each token the address of the
-# arguments of the entry for one token.
-R_DONE, R_COUNT, R_WIDE, R_OUT, R_FIRST = range(1, 6)
+# float32 inputs and outputs with a row per token (0: none), address of what follows: for each token
+# the address of the arguments of the entry for one token.
+R_DONE, R_COUNT, R_WIDE, R_OUT, R_CALLS, R_FIRST = range(1, 7)
 
 # Arguments of `copy_arguments`, after the cursor: the number of runs; then for each run its target
 # address, its source address and its length in int64.
@@ -221,66 +220,6 @@ def expand_rows(kind):
             out = word(p, E_OUT) + n0 * K * size_of(kind)
             for i in range(n * K):
                 put(kind, out, i, get(F, rows, i))
-
-    return enter
-
-
-@njit(inline="always")
-def add_and_norm_row(kind, p):
-    """Compute residual sum and RMSNorm of one or more rows on one thread.
-
-    `p` is the address of the arguments of `add_and_norm`.
-    """
-    n, y, out, total = word(p, N_COLUMNS), word(p, N_Y), word(p, N_OUT), word(p, N_SUM)
-    for m in range(word(p, N_MORE) + 1):
-        offset = m * n * size_of(kind)
-        x = word(p, N_X) + offset
-        if y != 0:
-            for i in range(n):
-                put(kind, total + offset, i, get(kind, x, i) + get(kind, y + offset, i))
-            x = total + offset
-        if out != 0:
-            eps = float_of(np.int32(word(p, N_EPS)))
-            normalise(
-                kind, kind, x, n, word(p, N_WEIGHT), eps, word(p, N_STYLE), kind, out + offset
-            )
-
-
-def add_and_norm(kind):
-    """Make a kernel that computes the residual sum of two rows and its RMSNorm.
-
-    The kernel computes sum = x + y and out = RMSNorm(sum) on one thread, in float32; rows have the
-    model's type. If the address of y is 0, the norm is that of x; if the address of out is 0, no
-    norm is computed.
-    """
-
-    def enter(pointer):
-        p = address_of(pointer)
-        if claim(p, 0, 1) == 0:
-            add_and_norm_row(kind, p)
-
-    return enter
-
-
-def add_and_norm_rows(kind):
-    """Make a kernel that computes several tokens' residual sums and RMSNorms.
-
-    Each thread claims one token at a time. The norms are written in the model's type, and also in
-    float32 to the address in the argument R_WIDE, if that is not 0.
-    """
-
-    def enter(pointer):
-        p = address_of(pointer)
-        while True:
-            token = claim(p, 0, 1)
-            if token >= word(p, R_COUNT):
-                return
-            token_arguments, wide = word(p, R_FIRST + token), word(p, R_WIDE)
-            add_and_norm_row(kind, token_arguments)
-            if wide != 0:
-                n = word(token_arguments, N_COLUMNS)
-                for i in range(n):
-                    put(F, wide + 4 * token * n, i, get(kind, word(token_arguments, N_OUT), i))
 
     return enter
 
