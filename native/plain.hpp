@@ -51,6 +51,19 @@ INLINE void dot_step(
     });
 }
 
+// Prefetch the N rows after these at element `at`: side by side, or a part of them as they lie.
+template <int N, class W>
+INLINE void prefetch_rows(const W* w, int64_t row_bytes, int64_t at) {
+    if (row_by_row()) {
+        const W* place = moved(w, N * row_bytes) + N * at;
+        each<N * LANES * sizeof(W) / 64>([&](auto line) INLINE_LAMBDA {
+            prefetch(moved(place, 64 * line));
+        });
+    } else {
+        each<N>([&](auto n) INLINE_LAMBDA { prefetch(moved(w, (n + N) * row_bytes) + at); });
+    }
+}
+
 // Write out[m][n], m < M, n < N: x[m] [K] times row n of w; or add them if `carry`.
 template <class W, class X, int M, int N>
 [[gnu::noinline]] void dot(
@@ -70,10 +83,7 @@ template <class W, class X, int M, int N>
             });
         } else {
             for (int64_t at = start; at < end; at += LANES) {
-                if constexpr (M == 1 && N > 1)
-                    each<N>([&](auto n) INLINE_LAMBDA {
-                        prefetch(moved(w, (n + N) * row_bytes) + at);
-                    });
+                if constexpr (M == 1 && N > 1) prefetch_rows<N>(w, row_bytes, at);
                 dot_step<0>(w, row_bytes, x, at, 0, cells, 0, N);
             }
         }

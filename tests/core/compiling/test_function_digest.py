@@ -131,7 +131,6 @@ from greenroom.runtime.kernels.codegen.entries import expert_group
 from greenroom.runtime.kernels.codegen.entries import choice
 from greenroom.runtime.kernels.codegen.formats import encoded
 from greenroom.runtime.kernels.codegen.entries import heads
-from greenroom.runtime.kernels.codegen.entries import layers
 from greenroom.runtime.kernels.codegen.formats.families import FORMATS
 from greenroom.runtime.kernels.codegen.jit import WITNESS
 from greenroom.sim.replay import _bound_loop
@@ -142,7 +141,7 @@ for name, policy in POLICIES.items():
         found[key] = FunctionDigest.of(function.py_func)
 kernels = [(expert_group.compute_group, 0, 0), (expert_group.combine,)]
 kernels += [(choice.select, 0), (choice.find_slots,)]
-kernels += [(heads.attend, 0), (heads.project, 0), (layers.gemv, 0)]
+kernels += [(heads.attend, 0), (heads.project, 0)]
 for kernel, *options in kernels:
     for dtype, witness in WITNESS.items():
         found[f"{kernel.__name__} {dtype}"] = FunctionDigest.of(kernel(witness, *options))

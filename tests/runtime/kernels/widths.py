@@ -186,7 +186,7 @@ def of_linear(dtype: torch.dtype, width: int, outputs: int) -> Iterator[Case]:
         arguments[layers.W], arguments[layers.W_ROWS] = layer.weight.data_ptr(), outputs
         arguments[layers.W_COLUMNS], arguments[layers.X_ROWS] = width, count
         arguments[layers.X_WIDE], arguments[layers.OUT_WIDE] = wide.data_ptr(), out.data_ptr()
-        kernel_entry(layers.gemv, dtype, False)(arguments.buffer_info()[0], False)
+        kernel_entry("gemv", dtype)(arguments.buffer_info()[0], False)
         yield f"scores {name}", Outcome(out.view(count, outputs), want - layer.bias.double(), 1e-3)
 
 

@@ -93,7 +93,7 @@ class Linear:
         )
         arguments[layers.X_ROWS] = len(x)
         arguments[layers.X_WIDE], arguments[layers.OUT_WIDE] = _address(x), out.data_ptr()
-        kernel_entry(layers.gemv, weight.dtype, False)(arguments.buffer_info()[0], False)
+        kernel_entry("gemv", weight.dtype)(arguments.buffer_info()[0], False)
         scored: Floats = out.numpy()
         return scored
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from greenroom.runtime.graphs import outside_graphs
-from greenroom.runtime.kernels.codegen.entries import layers
 from greenroom.runtime.kernels.dense.attention import (
     OneTokenAttention,
     Reserve,
@@ -220,7 +219,7 @@ def linear_forward(
     (N, K), dtype = matrix.shape, matrix.dtype
     record = None if stored is None else MatrixRecord(stored, rounded)
     enter, wide, limit = (
-        kernel_entry(layers.gemv, dtype, record is not None),
+        kernel_entry("gemv" if record is None else "gemv_encoded", dtype),
         N * K > _SERIAL,
         FEW * K,
     )

@@ -115,7 +115,7 @@ class CompiledRouter:
         self._check = ModuleCheck()
         self._check.require_weight(module)
         self._check.require_no_hooks(module)
-        self.multiply = kernel_entry(layers.gemv, self.weight.dtype, False)
+        self.multiply = kernel_entry("gemv", self.weight.dtype)
         self.select = kernel_entry(choice.select, self.weight.dtype, dtype is torch.float32)
         self.product_arguments = array("q", [0] * (layers.OUT_WIDE + 1))
         self.product_arguments[layers.W], self.product_arguments[layers.X_ROWS] = (

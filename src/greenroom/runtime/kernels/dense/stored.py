@@ -131,7 +131,7 @@ class StoredMatrix:
         arguments[layers.E_INDEX] = index.buffer_info()[0] if index else 0
         arguments[layers.E_OUT] = out.data_ptr()
         arguments[layers.E_SCRATCH], arguments[layers.E_STRIDE] = thread_scratch(stride), stride
-        enter = kernel_entry(layers.expand_rows, self.dtype)
+        enter = kernel_entry("expand_rows", self.dtype)
         enter(arguments.buffer_info()[0], count * columns > 1 << 17)
         return out
 

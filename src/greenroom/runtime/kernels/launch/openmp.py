@@ -80,15 +80,18 @@ class KernelEntry:
 
 @cache
 def kernel_entry(
-    kernel: str | Callable[..., EntryFunction], dtype: torch.dtype, *options: int | str
+    kernel: str | Callable[..., EntryFunction],
+    dtype: torch.dtype | None = None,
+    *options: int | str,
 ) -> KernelEntry:
-    """Find a compiled kernel for a weight type, as the entry of an OpenMP parallel region.
+    """Find a compiled kernel, as the entry of a parallel region.
 
-    A kernel's name stands for the C++ function NAME_DTYPE; a function is compiled by Numba.
+    A name stands for the C++ function NAME_DTYPE, or NAME without a weight type; a function is
+    compiled by Numba.
     """
     kind = str(dtype).removeprefix("torch.")
     if isinstance(kernel, str):
-        name = f"{kernel}_{kind}"
+        name = f"{kernel}_{kind}" if dtype else kernel
         address = library().address(name)
         assert address, name
         return KernelEntry(address, library())

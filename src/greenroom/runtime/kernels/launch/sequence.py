@@ -6,14 +6,13 @@ read what an earlier one has written: the address of that result is known before
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from array import array
 from collections.abc import Sequence
 
-import torch
-
-from greenroom.runtime.kernels.codegen.entries import layers
 from greenroom.runtime.kernels.launch.openmp import BARRIER, KernelEntry, kernel_entry
+from greenroom.runtime.kernels.native.library import library
 
 Stage = tuple[KernelEntry, "array[int]"]  # an entry and its arguments
 
@@ -39,8 +38,9 @@ def batch_stage(
 
 def run(stages: Sequence[Stage]) -> None:
     """Run kernel calls one after another, each on all of torch's threads."""
-    arguments = array("q", (len(stages), BARRIER))
+    addresses = array("q")
     for entry, argument in stages:
-        arguments.append(entry.address)
-        arguments.append(argument.buffer_info()[0])
-    kernel_entry(layers.run_stages, torch.float32)(arguments.buffer_info()[0])
+        addresses.append(entry.address)
+        addresses.append(argument.buffer_info()[0])
+    call = library().structure("StagesCall")(len(stages), BARRIER, addresses.buffer_info()[0])
+    kernel_entry("run_stages")(ctypes.addressof(call))

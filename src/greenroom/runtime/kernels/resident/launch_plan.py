@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from greenroom.core.pieces import Ints
-from greenroom.runtime.kernels.codegen.entries import choice, layers
+from greenroom.runtime.kernels.codegen.entries import choice
 from greenroom.runtime.kernels.dense.attention import KeyValueView, Positions
 from greenroom.runtime.kernels.dense.decoder import ArgumentPosition, FusedDecoderLayer
 from greenroom.runtime.kernels.dense.router import RouterCall
@@ -115,16 +115,17 @@ class LaunchPlan:
         self._regions = {0: self._make_region(0)}
 
     def _make_copies(self, stages: Sequence[Sequence[array[int]]]) -> None:
-        """Copy all arguments, and make the arguments of the kernel `copy_arguments`."""
+        """Copy all arguments, and make the call of the kernel `copy_calls`."""
         live = [arguments for layer in stages for arguments in layer]
         self._copies: Ints = np.concatenate(
             [np.frombuffer(arguments, np.int64) for arguments in live]
         )
         self._live = live
-        self._copy_runs, start = array("q", (0, len(live))), self._copies.ctypes.data
+        self._copy_runs, start = array("q", (0, len(live), 0)), self._copies.ctypes.data
         for arguments in live:
             self._copy_runs.extend((_address(arguments), start, len(arguments)))
             start += 8 * len(arguments)
+        self._copy_runs[2] = _address(self._copy_runs) + 8 * 3
 
     def _patched_arguments(
         self,
@@ -174,10 +175,12 @@ class LaunchPlan:
         """Make the arguments of `run_stages` for the layers from number `first` on."""
         entries = [n for each in self._entries[first:] for n in each]
         copy_entry = (
-            kernel_entry(layers.copy_arguments, torch.float32).address,
+            kernel_entry("copy_calls").address,
             _address(self._copy_runs),
         )
-        return array("q", (1 + len(entries) // 2, BARRIER, *copy_entry, *entries))
+        region = array("q", (1 + len(entries) // 2, BARRIER, 0, *copy_entry, *entries))
+        region[2] = _address(region) + 8 * 3
+        return region
 
     def _scratch_addresses(self) -> tuple[int, int]:
         """Return the addresses of this thread's scratch memory, for dense layers and experts."""
@@ -221,7 +224,7 @@ class LaunchPlan:
         self._copy_runs[0] = 0
         if first not in self._regions:
             self._regions[first] = self._make_region(first)
-        kernel_entry(layers.run_stages, torch.float32)(_address(self._regions[first]))
+        kernel_entry("run_stages")(_address(self._regions[first]))
         counts = [each[at] for each, at in self._expert_counts[first:]]
         return counts[: counts.index(0)] if 0 in counts else counts
 

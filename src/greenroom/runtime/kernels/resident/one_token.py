@@ -73,7 +73,7 @@ class OneTokenExperts:
         )
         self._template = array("q", [
             *group_arguments, *range(top_k + 1), *[0] * (2 * top_k), *sum_arguments,
-            *norm_arguments, 3, BARRIER, *entries, *find_slots_arguments,
+            *norm_arguments, 3, BARRIER, 0, *entries, *find_slots_arguments,
         ])  # fmt: skip
         # (index of an argument that is the address of another one, index of that one)
         stages = self._stages + layers.FIRST_STAGE
@@ -84,12 +84,13 @@ class OneTokenExperts:
             (self._combine + expert_group.C_STARTS, self._starts),
             (self._combine + expert_group.C_TOKENS, tokens),
             (self._combine + expert_group.C_ROWS, rows),
+            (stages - 1, stages),
             (stages + 1, 0), (stages + 3, self._combine), (stages + 5, self._norm),
             (self._find_slots + choice.P_EXPERTS, slots + top_k),
             (self._find_slots + choice.P_SLOTS, slots),
             (self._find_slots + choice.P_RANKS, rows),
         )  # fmt: skip
-        self._run_stages = kernel_entry(layers.run_stages, torch.float32)
+        self._run_stages = kernel_entry("run_stages")
         self._find_slots_entry = kernel_entry(choice.find_slots, torch.float32)
 
     @staticmethod

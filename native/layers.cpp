@@ -1,0 +1,72 @@
+// Kernels of linear layers for few input rows: of nn.Linear, and of embeddings.
+#include "layers.hpp"
+
+namespace {
+
+using namespace greenroom;
+
+constexpr int64_t FEW = 8;  // weight rows that are expanded at a time
+
+// An address in an optional vector.
+template <class T>
+INLINE const T* part(const void* vector, int64_t at) {
+    return vector ? (const T*)vector + at : nullptr;
+}
+
+// Multiply with unencoded weights. With `wide` each weight is converted to float32 once.
+template <class T>
+void multiply_plain(LinearCall& p) {
+    const int64_t N = p.outputs, K = p.inputs;
+    for (int64_t n0; (n0 = claim(p.cursor) * UNIT) < N;) {
+        const T* w = (const T*)p.matrix + n0 * K;
+        const T* bias = part<T>(p.bias, n0);
+        T* out = (T*)p.out + n0;
+        const int64_t n = least(UNIT, N - n0);
+        if (p.wide) {
+            RowsOf rows{p.wide, K, nullptr, p.sums, N, nullptr};
+            dots(w, K * sizeof(T), K, n, K, false, rows, n0, 0, p.rows);
+        }
+        for (int64_t m = 0; m < p.rows; m++) {
+            alignas(64) float unit[UNIT];
+            float* sums = p.wide ? p.sums + m * N + n0 : unit;
+            if (!p.wide) multiply_plain_rows(w, n, K, (const T*)p.x + m * K, sums);
+            if (p.out) store_sums(sums, bias, out + m * N, n);
+        }
+    }
+}
+
+template <class T>
+void multiply_encoded(LinearCall& p) {
+    const EncodedMatrix& matrix = *(const EncodedMatrix*)p.matrix;
+    const int64_t N = p.outputs, K = p.inputs;
+    float* x = (float*)thread_scratch(p);  // [rows, K]
+    uint8_t* scratch = (uint8_t*)(x + p.rows * K);
+    widen((const T*)p.x, p.rows * K, x);
+    const float* packed = nullptr;
+    for (int64_t n0; (n0 = claim(p.cursor) * UNIT) < N;) {
+        const int64_t n = least(UNIT, N - n0);
+        const uint8_t* next = row_codes(*matrix.layout, matrix.base, current(p.cursor) * UNIT);
+        for (int64_t m = 0; m < p.rows; m++) {
+            alignas(64) float sums[UNIT];
+            packed = multiply_row(matrix, K, n0, n, K, false, x + m * K, sums, scratch, packed, next);
+            store_sums(sums, part<T>(p.bias, n0), (T*)p.out + m * N + n0, n);
+        }
+    }
+}
+
+template <class T>
+void expand(ExpandCall& p) {
+    uint8_t* scratch = thread_scratch(p);
+    const int64_t step = p.index ? 1 : FEW;
+    for (int64_t n0; (n0 = claim(p.cursor) * step) < p.rows;) {
+        int64_t first = p.index ? p.index[n0] : p.first + n0, n = least(step, p.rows - n0);
+        const float* rows = expanded_rows(*p.matrix, p.columns, first, n, scratch);
+        store_sums<T>(rows, nullptr, (T*)p.out + n0 * p.columns, n * p.columns);
+    }
+}
+
+}  // namespace
+
+KERNELS(gemv, LinearCall, multiply_plain)
+KERNELS(gemv_encoded, LinearCall, multiply_encoded)
+KERNELS(expand_rows, ExpandCall, expand)

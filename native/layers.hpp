@@ -1,0 +1,59 @@
+// Calls of dense layers, and what they share with attention.
+#pragma once
+
+#include "encoded.hpp"
+#include "formulas.hpp"
+#include "plain.hpp"
+
+namespace greenroom {
+
+constexpr int64_t UNIT = 64;  // weight rows that a thread claims at a time
+
+// out [rows, outputs] = x [rows, inputs] @ matrix [outputs, inputs].T + bias, of the model's type.
+SHARED(LinearCall,
+    int64_t cursor;
+    const void* matrix;  // gemv: the weights; gemv_encoded: an EncodedMatrix
+    int64_t outputs;
+    int64_t inputs;
+    const void* x;
+    void* out;  // may be null if there are `sums`
+    const void* bias;  // or null
+    int64_t rows;
+    int64_t ticket;
+    uint8_t* scratch;  // gemv_encoded: `stride` bytes for each thread
+    int64_t stride;
+    const float* wide;  // gemv: x in float32, for several rows or for no `out`; or null
+    float* sums;  // gemv, with `wide`: the sums in float32 [rows, outputs]
+)
+
+// out [rows, columns] = some rows of an encoded matrix, decoded to the model's type.
+SHARED(ExpandCall,
+    int64_t cursor;
+    const EncodedMatrix* matrix;
+    int64_t rows;
+    int64_t columns;
+    int64_t first;
+    const int64_t* index;  // row numbers, or null: consecutive rows from `first` on
+    void* out;
+    int64_t ticket;
+    uint8_t* scratch;  // `stride` bytes for each thread
+    int64_t stride;
+)
+
+// The memory of a thread that enters a call.
+template <class Call>
+INLINE uint8_t* thread_scratch(Call& p) {
+    return p.scratch + claim(p.ticket) * p.stride;
+}
+
+// Add a bias, if not null, to n float32 sums, and store them in the model's type.
+template <class T>
+INLINE void store_sums(const float* sums, const T* bias, T* out, int64_t n) {
+    over_row(n, [&](int64_t at, int64_t left) INLINE_LAMBDA {
+        Floats value = get(sums, at, left);
+        if (bias) value = value + get(bias, at, left);
+        put(out, at, left, value);
+    });
+}
+
+}  // namespace greenroom
