@@ -11,9 +11,11 @@
 
 namespace greenroom {
 
-constexpr int COLUMNS = 4;                 // of the result in the widest tile
-constexpr int ROWS = PARTS == 1 ? 4 : 2;   // of x in the widest tile
-constexpr int STRIP = 4;                   // vectors of columns in a tile of a transposed matrix
+// Sizes of tiles, whose sums fit into 16 registers of AVX2, or 32 of AVX-512 and NEON.
+constexpr int COLUMNS = 4;                      // of the result, for one row of x
+constexpr int ROWS = PARTS == 1 ? 4 : 2;        // of x
+constexpr int ROWS_COLUMNS = ROWS;              // of the result, for ROWS rows of x
+constexpr int STRIP = PARTS == 1 ? 4 : 2;       // vectors of columns of a transposed matrix
 
 // Are rows of weights read one after another, with hardware prefetch, instead of four side by side
 // with software prefetch? (AMD's processors then read twice as fast; Intel's are slower.)
@@ -69,12 +71,13 @@ template <class W, class X, int M, int N>
 [[gnu::noinline]] void dot(
     const W* w, int64_t row_bytes, int64_t K, int64_t block, bool carry, const X* const (&x)[M],
     float* const (&out)[M]) {
-    float sums[M][N];
-    each<M>([&](auto m) INLINE_LAMBDA {
-        each<N>([&](auto n) INLINE_LAMBDA { sums[m][n] = carry ? out[m][n] : 0; });
-    });
+    constexpr int fours = M * N / 4;  // of sums; there are none if there is one sum
+    float sum = fours == 0 && carry ? *out[0] : 0;
+    FourFloats sums[fours + 1] = {};
+    if (carry)
+        each<4 * fours>([&](auto i) INLINE_LAMBDA { sums[i / 4][i % 4] = out[i / N][i % N]; });
     for (int64_t start = 0; start < K; start += block) {
-        int64_t stop = least(start + block, K), left = (stop - start) % LANES, end = stop - left;
+        int64_t stop = least(start + block, K), left = (stop - start) & (LANES - 1), end = stop - left;
         Floats cells[M][N] = {};
         if (M == 1 && N > 1 && block >= K && row_by_row()) {
             each<N>([&](auto n) INLINE_LAMBDA {
@@ -88,13 +91,16 @@ template <class W, class X, int M, int N>
             }
         }
         if (left > 0) dot_step<1>(w, row_bytes, x, end, left, cells, 0, N);
-        each<M>([&](auto m) INLINE_LAMBDA {
-            each<N>([&](auto n) INLINE_LAMBDA { sums[m][n] += lane_sum(cells[m][n]); });
+        if constexpr (fours == 0) sum += lane_sum(cells[0][0]);
+        each<fours>([&](auto four) INLINE_LAMBDA {
+            auto cell = [&](int i) INLINE_LAMBDA -> const Floats& {
+                return cells[(4 * four + i) / N][(4 * four + i) % N];
+            };
+            sums[four] += lane_sums(cell(0), cell(1), cell(2), cell(3));
         });
     }
-    each<M>([&](auto m) INLINE_LAMBDA {
-        each<N>([&](auto n) INLINE_LAMBDA { out[m][n] = sums[m][n]; });
-    });
+    if constexpr (fours == 0) *out[0] = sum;
+    each<4 * fours>([&](auto i) INLINE_LAMBDA { out[i / N][i % N] = sums[i / 4][i % 4]; });
 }
 
 // One row of x.
@@ -128,14 +134,14 @@ template <class W>
     for (int64_t j = j0; j < j1; j += ROWS) {
         bool many = j1 - j >= ROWS;
         if (many)
-            for (int64_t n = 0; n < tiled; n += COLUMNS) {
+            for (int64_t n = 0; n < tiled; n += ROWS_COLUMNS) {
                 const float* x[ROWS];
                 float* out[ROWS];
                 for (int m = 0; m < ROWS; m++) {
                     x[m] = rows.input(j + m);
                     out[m] = rows.result(j + m) + column + n;
                 }
-                dot<W, float, ROWS, COLUMNS>(
+                dot<W, float, ROWS, ROWS_COLUMNS>(
                     moved(w, n * row_bytes), row_bytes, K, block, carry, x, out);
             }
         for (int64_t i = j; i < least(j + ROWS, j1); i++) {

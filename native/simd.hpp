@@ -164,6 +164,12 @@ GREENROOM_OPERATOR(&)
 GREENROOM_OPERATOR(|)
 #undef GREENROOM_OPERATOR
 
+INLINE Floats operator-(const Floats& a) {
+    Floats result;
+    each<PARTS>([&](auto p) INLINE_LAMBDA { result.part[p] = -a.part[p]; });
+    return result;
+}
+
 // Shifts by one number of bits for all lanes.
 template <class T>
 INLINE Vector<T> operator<<(const Vector<T>& a, int bits) {
@@ -427,6 +433,47 @@ INLINE float lane_sum(const Floats& a) {
 #endif
 }
 
+typedef float FourFloats __attribute__((vector_size(16)));
+
+// Sum the lanes of four vectors, each in the order of `lane_sum`, in fewer instructions.
+INLINE FourFloats lane_sums(const Floats& a, const Floats& b, const Floats& c, const Floats& d) {
+#if defined(__x86_64__)
+#if defined(__AVX512F__)
+    auto eight = [](const Floats& v, const Floats& w) INLINE_LAMBDA {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(v.part[0], w.part[0], 0x44),
+                             _mm512_shuffle_f32x4(v.part[0], w.part[0], 0xee));
+    };
+    __m512 ab = eight(a, b), cd = eight(c, d);
+    __m512 four = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88),
+                                _mm512_shuffle_f32x4(ab, cd, 0xdd));  // a, b, c, d
+    __m256 first = _mm512_castps512_ps256(four), second = _mm512_extractf32x8_ps(four, 1);
+    __m256 even = _mm256_shuffle_ps(first, second, 0x44);
+    __m256 odd = _mm256_shuffle_ps(first, second, 0xee);
+    __m256 two = _mm256_add_ps(even, odd);  // a, c in the lower half; b, d in the upper half
+#else
+    auto four = [](const Floats& v, const Floats& w) INLINE_LAMBDA {
+        __m256 x = _mm256_add_ps(v.part[0], v.part[1]), y = _mm256_add_ps(w.part[0], w.part[1]);
+        return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+    };
+    __m256 ab = four(a, b), cd = four(c, d);
+    __m256 two = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+#endif
+    __m128 ac = _mm256_castps256_ps128(two), bd = _mm256_extractf128_ps(two, 1);
+    __m128 one = _mm_add_ps(_mm_shuffle_ps(ac, bd, 0x88), _mm_shuffle_ps(ac, bd, 0xdd));
+    return (FourFloats)_mm_shuffle_ps(one, one, 0xd8);
+#else
+    auto two = [](const Floats& v, const Floats& w) INLINE_LAMBDA {
+        auto four = [](const Floats& u) INLINE_LAMBDA {
+            return (float64x2_t)((u.part[0] + u.part[2]) + (u.part[1] + u.part[3]));
+        };
+        float64x2_t x = four(v), y = four(w);
+        return vaddq_f32((float32x4_t)vzip1q_f64(x, y), (float32x4_t)vzip2q_f64(x, y));
+    };
+    float32x4_t ab = two(a, b), cd = two(c, d);
+    return (FourFloats)vaddq_f32(vuzp1q_f32(ab, cd), vuzp2q_f32(ab, cd));
+#endif
+}
+
 // Sum the lanes of each half of a vector in the same way.
 struct TwoSums {
     float first, second;
@@ -486,6 +533,37 @@ INLINE Ints dot_shorts(Ints total, const Shorts& codes, const Shorts& x) {
 #endif
     });
     return total;
+}
+
+// Take apart 16 pairs in two vectors: their first numbers and their second numbers.
+struct Pairs {
+    Floats first, second;
+};
+INLINE Pairs pairs(const Floats& a, const Floats& b) {
+#if defined(__AVX512F__)
+    __m512i even = (__m512i)lanes_of<int32_t>([](int i) { return 2 * i; }).part[0];
+    __m512i odd = (__m512i)lanes_of<int32_t>([](int i) { return 2 * i + 1; }).part[0];
+    return {{(Part<float>)_mm512_permutex2var_ps(a.part[0], even, b.part[0])},
+            {(Part<float>)_mm512_permutex2var_ps(a.part[0], odd, b.part[0])}};
+#else
+    Pairs result;
+    each<PARTS>([&](auto p) INLINE_LAMBDA {
+        constexpr int of = 2 * p % PARTS;
+        const Floats& source = p < PARTS / 2 ? a : b;
+        Part<float> x = source.part[of], y = source.part[of + 1];
+#if defined(__AVX2__)
+        auto ordered = [](__m256 v) INLINE_LAMBDA {
+            return (Part<float>)_mm256_permute4x64_pd((__m256d)v, 0xd8);
+        };
+        result.first.part[p] = ordered(_mm256_shuffle_ps(x, y, 0x88));
+        result.second.part[p] = ordered(_mm256_shuffle_ps(x, y, 0xdd));
+#else
+        result.first.part[p] = vuzp1q_f32(x, y);
+        result.second.part[p] = vuzp2q_f32(x, y);
+#endif
+    });
+    return result;
+#endif
 }
 
 // Store the first, or the second, eight lanes of a vector.
