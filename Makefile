@@ -16,6 +16,7 @@ help:
 	@echo "make ci      what takes longer than that: processes, interpreted, bench-smoke, fuzz, without-options"
 	@echo "make processes  tests that start whole programs"
 	@echo "make interpreted  what is for a GPU, on a CPU: Triton's kernels in its interpreter, the GPU report"
+	@echo "make native  compile the kernels in C++ (folder native/), if they changed"
 	@echo "make bench-smoke  every script of benchmarks/ on tiny inputs"
 	@echo "make fuzz    damaged files of every format that is read (FUZZ_SECONDS=N)"
 	@echo "make without-options  the checks of a copy of the project in which an option is deleted, for each"
@@ -30,25 +31,26 @@ help:
 
 setup: $(READY)
 
-# The compiled kernels, built in place; only what changed is compiled again.
+# The compiled kernels, built in place; only what changed is compiled again. `setup` builds them too.
+native: export PATH := $(CURDIR)/$(BIN):$(PATH)
 native:
-	cmake -S native -B build/native -G Ninja > /dev/null
-	cmake --build build/native
-	cmake --install build/native --prefix src/greenroom/runtime/kernels/native/lib > /dev/null
+	@cmake -S native -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM="$$(command -v ninja)" > /dev/null
+	@cmake --build build/native
 
-# torch first, in the version that the constraints name: what depends on it then takes that one.
+# torch first, in the version that the constraints name: what depends on it then takes that one. The
+# tools that build Greenroom are those of this environment, so `native` goes on where they stopped.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch cmake hatchling ninja
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	touch $(READY)
 
 # The same model, text, memory and link twice. The experts are tiny, so a link that is slow on purpose
 # stands in for the disk of a large model's: it carries one expert in the time of two layers.
 DEMO := run demo "Once upon a time" --cache 25% --read-limit 40MB --live --temperature 0.8 --seed 7 --max-new-tokens 120 --raw
 demo: export GREENROOM_LEARNED = off
-demo: $(READY)
+demo: $(READY) native
 	@printf '\n\033[1mReactive\033[0m: a quarter of the experts in memory by LRU, and each miss is waited for (link: 40 MB/s)\n\n'
 	@$(BIN)/greenroom $(DEMO) --policy lru --prefetch off
 	@printf '\n\033[1mGreenroom\033[0m: the same memory, link and text\n\n'
@@ -87,7 +89,7 @@ format: $(READY)
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/codespell src tests docs benchmarks examples *.md Makefile
+	$(BIN)/codespell src native tests docs benchmarks examples *.py *.md Makefile
 
 types: $(READY)
 	$(BIN)/mypy
@@ -96,41 +98,41 @@ imports: $(READY)
 	$(BIN)/lint-imports
 
 # Three at a time: two cores have work while a test waits.
-test: $(READY)
+test: $(READY) native
 	$(BIN)/python -m pytest -m "not slow and not bench_smoke and not process and not interpreted" --durations=10 -n 3 --dist worksteal
 
 # Tests that start whole programs, for seconds each: servers, kills, interrupts, guarded memory.
-processes: $(READY)
+processes: $(READY) native
 	$(BIN)/python -m pytest -m "process and not slow" --durations=10 -n 2 --dist worksteal
 
 # What is for a GPU, without one.
-interpreted: $(READY)
+interpreted: $(READY) native
 	$(BIN)/python -m pytest -m "interpreted and not slow" --durations=10 -n 3 --dist worksteal
 
 # Every script of benchmarks/, on tiny inputs: does it run, and does it print what it should?
-bench-smoke: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
+bench-smoke: $(READY) native
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev,bench]"
 	$(BIN)/python -m pytest -m bench_smoke --durations=10 -n 2 --dist worksteal tests/benchmarks
 
 # Each option of the scheduler can be deleted: the checks of copies without it. Tests of what knows
 # no options are left out.
 APART := tests/config tests/core tests/sim tests/plan tests/cli tests/hf/attach tests/hf/load \
 	tests/hf/measure tests/hf/memory tests/hf/test_defaults.py tests/runtime/driver tests/server/api
-without-options: $(READY)
+without-options: $(READY) native
 	TESTS="$(APART)" $(BIN)/python tests/without_options.py
 
 # Damaged files of every format that is read, for so many seconds; what is read wrongly is kept in
 # tests/data/corpus, which `make check` reads again.
 FUZZ_SECONDS ?= 120
-fuzz: $(READY)
+fuzz: $(READY) native
 	GREENROOM_FUZZ_SECONDS=$(FUZZ_SECONDS) PYTHONPATH=src $(BIN)/python -m tests.fuzz.run
 
 # The slow tests, and all examples of those by hypothesis: `make check` tries a third.
-soak: $(READY)
+soak: $(READY) native
 	GREENROOM_TEST_EXAMPLES=all $(BIN)/python -m pytest -m "slow or hypothesis"
 
-bench: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
+bench: $(READY) native
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev,bench]"
 	$(BIN)/python benchmarks/checkpoints.py bench-data
 	$(BIN)/python benchmarks/floor.py bench-data/moe1.7b-zipf1.0 --table
 	$(BIN)/python benchmarks/kernels.py
@@ -141,8 +143,8 @@ bench: $(READY)
 # The figures and tables of docs/papers.md, and those of docs/policies.md and docs/split.md that
 # benchmarks/papers/ makes. Tables and figures are written to bench-data/papers.
 TRACES ?= ../shared/traces
-papers: $(READY) papers-demo
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
+papers: $(READY) native papers-demo
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev,bench]"
 	for script in llru_zipf llru_bounds promoe_predictors promoe_latency; do \
 		$(BIN)/python benchmarks/papers/$$script.py || exit 1; done
 	$(BIN)/python benchmarks/papers/llru_zipf.py --split floor
@@ -177,7 +179,7 @@ PROMPTS := "story|Once upon a time there was a %s" "history|The history of the %
 	"year|In the year 1850 the %s" "how-to|How to build a %s:"
 DEMO_DATA := bench-data/papers/demo
 papers-demo: export GREENROOM_LEARNED = off
-papers-demo: $(READY)
+papers-demo: $(READY) native
 	mkdir -p $(DEMO_DATA)
 	for s in $(SUBJECTS); do for f in $(PROMPTS); do \
 		printf "{\"label\": \"$${f%%|*}\", \"prompt\": \"$${f#*|}\"}\n" $$s; done; done \
@@ -188,7 +190,7 @@ papers-demo: $(READY)
 
 # ProMoE's predictors, trained on the demo model, and the recordings that their figures replay. Both
 # are in the repository, so that `make papers` trains nothing and has the same figures everywhere.
-papers-train: $(READY)
+papers-train: $(READY) native
 	$(BIN)/python benchmarks/papers/promoe_train.py
 
 clean:

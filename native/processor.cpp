@@ -1,5 +1,7 @@
-// Does this processor run the library's code?
+// Does this processor run the library's code, and from which sources was it built?
 #include "arguments.hpp"
+
+EXPORT const char source_digest[] = SOURCE_DIGEST;
 
 #if defined(__x86_64__)
 #define BASELINE [[gnu::target("arch=x86-64")]]

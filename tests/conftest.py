@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (settings := getattr(function, SETTINGS, None)) is not None:
             few = max(5, settings.max_examples // 3)
             setattr(function, SETTINGS, type(settings)(settings, max_examples=few))
+
+
+@pytest.fixture
+def fresh_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Choose the library of compiled kernels again in this test, and in those after it."""
+    from greenroom.runtime.kernels.native import library as native  # torch: after the settings
+
+    monkeypatch.delenv("GREENROOM_SIMD", raising=False)
+    cached = native.library, native.missing_reason
+    for function in cached:
+        function.cache_clear()
+    yield
+    monkeypatch.undo()
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.fixture
+def no_kernels(fresh_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An installation without compiled kernels."""
+    monkeypatch.setattr(
+        "greenroom.runtime.kernels.native.library.FOLDER", tmp_path / "no-libraries"
+    )
 
 
 def threads() -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = Path("src/greenroom/core/options")
+KERNELS = Path("src/greenroom/runtime/kernels/native/lib")  # built, so not tracked
 # As `make test` has them.
 MARKED = ("-m", "not slow and not bench_smoke and not process and not interpreted")
 TABLE = Path("src/greenroom/core/config/scheduler.py")
@@ -35,6 +36,7 @@ def copy_without(name: str, folder: Path) -> None:
         if (ROOT / each).is_file():
             (folder / each).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / each, folder / each)
+    shutil.copytree(ROOT / KERNELS, folder / KERNELS)
     (folder / OPTIONS / f"{name}.py").unlink()
     (folder / OPTIONS / f"rules/{name}.py").unlink()
     (folder / f"tests/core/options/test_{name}.py").unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from greenroom.core.machine import Machine
 from greenroom.hf.measure import dry_run
 from greenroom.hf.measure.harness import Measurement
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.kernels.native.library import library
 from greenroom.runtime.measure import doctor
 from greenroom.runtime.measure import kernels as measure_kernels
 from greenroom.trace import save
@@ -68,10 +69,16 @@ def test_a_table_and_the_default_place(cli: Run, fast: Path):
         "4 threads",
         "cpu, one expert, ms",
         "estimates assume",
+        f", kernels {library().variant}, ",
     ):
         assert shown in ran.out
     assert str(fast) in ran.out  # the folder that was measured
     Machine.load(fast / "cache" / "greenroom" / "machine.json")
+
+
+def test_the_kernels_that_are_used_here_are_named(no_kernels: None, cli: Run, fast: Path):
+    line = cli("doctor", "--quick").out.splitlines()[0]
+    assert ", kernels eager (compiled kernels were not built), " in line
 
 
 def test_the_machine_is_described_in_sentences(cli: Run, fast: Path):

@@ -61,6 +61,22 @@ def test_streams_the_text_that_json_reports(cli: Run, folder: Path) -> None:
     assert found.json["hit_ratio"] == found.json["expert_hits"] / found.json["expert_requests"]
 
 
+def test_without_compiled_kernels_the_start_line_says_so(
+    no_kernels: None, cli: Run, folder: Path
+) -> None:
+    found = [cli("run", folder, PROMPT, "--cache", "25%", *FEW[:2], *more)
+             for more in ((), ("--verbose",), ("--json",), FEW[2:])]  # fmt: skip
+    assert [ran.code for ran in found] == [0] * 4
+    named = "eager (compiled kernels were not built)"
+    for ran in found[:2]:
+        assert f" · kernels: {named} · " in ran.err.splitlines()[0]
+    assert found[2].json["kernels"] == named
+    assert "not built" not in found[3].err  # the user chose eager
+    assert found[0].out == found[3].out
+    refused = cli("run", folder, PROMPT, "--cache", "25%", "--kernels", "numba")
+    assert refused.mistake.startswith("compiled kernels were not built: build them (`make native`")
+
+
 def test_standard_error_has_a_line_before_and_a_line_after(cli: Run, folder: Path) -> None:
     before, after = cli("run", folder, PROMPT, "--cache", "25%", *FEW).err.splitlines()
     assert before.startswith(f"{folder.name}: 4 of 16 experts in slots (")

@@ -120,9 +120,10 @@ def table(machine: Machine) -> str:
     """Format the bandwidths and compute times of a measured machine as text tables."""
     host, measured = machine.host, machine.measured
     disk, link = measured["disk"], machine.routes[0].link
+    kernels = f" kernels {host['kernels']}," if "kernels" in host else ""
     lines = [
         f"{host['cpu']}, {host['cores']} cores ({' '.join(host['instructions']) or 'plain'}),"
-        f" {show_bytes(host['memory_bytes'])} of memory, torch {host['torch']},"
+        f"{kernels} {show_bytes(host['memory_bytes'])} of memory, torch {host['torch']},"
         f" load {host['load']:.1f}",
         "",
         text_table(

@@ -22,7 +22,7 @@ from greenroom.hf.load import resolve
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory import devices as places
 from greenroom.hf.memory.budget import DeviceBudget, MemoryNeeds, host_slots
-from greenroom.hf.memory.devices import kernels_of
+from greenroom.hf.memory.devices import kernel_fallback, kernels_of
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.cuda.engine import Engine
@@ -134,6 +134,19 @@ def test_numba_is_for_cpus_and_triton_for_gpus(monkeypatch, caplog):
     assert "greenroom[gpu]" in caplog.text
     with pytest.raises(UsageError, match="--kernels triton needs a GPU"):
         resolve.on_a_gpu(LoadConfig(kernels="triton", device="cpu"))
+
+
+def test_without_compiled_kernels_auto_is_eager_and_numba_is_refused(no_kernels, caplog):
+    catalog = ModelSkeleton.of(cached_tiny("qwen3_moe")).catalog
+    reason = "compiled kernels were not built"
+    assert kernels_of(ModelSetup(catalog, 1)) == "eager"
+    assert kernel_fallback(ModelSetup(catalog, 1)) == reason
+    for name in ("numba", "rounded"):
+        with pytest.raises(UsageError, match=reason):
+            kernels_of(ModelSetup(catalog, 1, kernels=name))
+    assert kernels_of(ModelSetup(catalog, 1, kernels="eager")) == "eager"
+    assert kernel_fallback(ModelSetup(catalog, 1, kernels="eager")) == ""
+    assert kernel_fallback(ModelSetup(catalog, 1, cuda=True)) == ""
 
 
 def test_a_missing_gpu_is_refused(monkeypatch):

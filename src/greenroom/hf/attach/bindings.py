@@ -109,7 +109,9 @@ class Bindings:
             setattr(module, BINDING, binding)
         if self.accelerated is not None:
             fuse_layers(model, self.accelerated.layers, fuse_experts, remove_token)
-        self.kernel_description = describe_kernel(self.kernel, self.experts)
+        self.kernel_description = describe_kernel(
+            self.kernel, self.experts, self._setup.kernel_fallback
+        )
 
     def _wrapped_kernel(self, model: PreTrainedModel) -> Kernel:
         """Wrap the kernel for several GPUs, for CPU and GPU, for segments or approximation."""

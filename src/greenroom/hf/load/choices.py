@@ -14,7 +14,7 @@ from greenroom.hf.defaults import LEAST_SHARE, apply_defaults, auto_split
 from greenroom.hf.load.budget import Budget, least_slots
 from greenroom.hf.load.describe import Description, shrink_dense
 from greenroom.hf.memory.approximate import check_copies, copies_of
-from greenroom.hf.memory.devices import COMPILED, kernels_of
+from greenroom.hf.memory.devices import COMPILED, kernel_fallback, kernels_of
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slots import pieces_of
 from greenroom.hf.memory.split import split_experts
@@ -69,7 +69,7 @@ def requested_setup(
         keys_values=description.keys_values,
         source=source,
     )
-    setup = replace(setup, kernels=kernels_of(setup))
+    setup = replace(setup, kernels=kernels_of(setup), kernel_fallback=kernel_fallback(setup))
     shrink_dense(skeleton, config, setup.kernels in COMPILED)
     return replace(setup, capacity=least_slots(setup))
 

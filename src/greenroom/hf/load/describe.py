@@ -26,6 +26,7 @@ from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.plan.history.files import load_records
 from greenroom.plan.model import Model
 from greenroom.runtime.kernels.dense.table import stored_weight
+from greenroom.runtime.kernels.native.library import missing_reason
 from greenroom.runtime.measure.bandwidth import host_facts
 from greenroom.runtime.memory.system import rss_bytes
 from greenroom.runtime.store.disk import CHUNK_BYTES
@@ -144,7 +145,8 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
     Raises NotAModel, NotMoE, UnsupportedModel or CheckpointError.
     """
     skeleton = ModelSkeleton.of(open_or_inspect(source, config.config), config.dtype)
-    compiled = not on_a_gpu and config.kernels in ("auto", *COMPILED)
+    named = "numba" if config.kernels == "auto" and not missing_reason() else config.kernels
+    compiled = not on_a_gpu and named in COMPILED
     shrink_dense(skeleton, config, compiled)
     description, catalog = Description.of(skeleton, config, on_a_gpu), skeleton.catalog
     slot_budget = description.slot_budget(config.readers, compiled)

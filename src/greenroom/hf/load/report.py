@@ -47,6 +47,8 @@ def _short_line(name: str, model: PreTrainedModel) -> str:
     line = f"{shown}: {stats.capacity} of {stats.experts} experts in slots ({slots})"
     if setup.approximation is not None:
         line += " · inexact misses, WHICH CHANGES THE OUTPUT"
+    if setup.kernel_fallback:
+        line += f" · kernels: {stats.kernels}"
     if greenroom.engine is not None and stats.co_compute is not None:
         line += " · misses on both processors, which may change last bits"
     line += f" · {show_bytes(kv_bytes)} of KV cache{kv} for {setup.context} tokens"

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from greenroom.errors import UsageError
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.runtime.cuda.engine import Cuda, Engine
+from greenroom.runtime.kernels.native.library import library, missing_reason
 from greenroom.runtime.kernels.table import GPU_KERNEL
 
 COMPILED = "numba", "rounded"  # kernels that read dense matrices as they are stored
@@ -52,11 +53,12 @@ def links_of(setup: ModelSetup) -> tuple[str, ...]:
 def kernels_of(setup: ModelSetup) -> str:
     """Return the name of the kernels that compute experts, for `--kernels` and the device.
 
-    Raises UsageError if the device cannot run the kernels that the user named.
+    Raises UsageError if the device cannot run the kernels that the user named, or if these are
+    compiled kernels that this installation lacks.
     """
     if setup.kernels == "auto":
         if not setup.cuda:
-            return "numba"
+            return "eager" if missing_reason() else "numba"
         if find_spec("triton") is not None:
             return GPU_KERNEL
         log.warning(
@@ -68,7 +70,14 @@ def kernels_of(setup: ModelSetup) -> str:
         raise UsageError(
             f"--kernels {setup.kernels} runs on a CPU only: with --device cuda use triton or eager"
         )
+    if setup.kernels in COMPILED:
+        library()
     return setup.kernels
+
+
+def kernel_fallback(setup: ModelSetup) -> str:
+    """Return why `--kernels auto` means the eager kernel on this CPU; "" if it does not."""
+    return missing_reason() if setup.kernels == "auto" and not setup.cuda else ""
 
 
 def host_computes(setup: ModelSetup) -> bool:
@@ -81,6 +90,8 @@ def host_computes(setup: ModelSetup) -> bool:
     if reason := co_compute_obstacle(setup):
         log.warning("--co-compute auto has no effect: %s", reason)
         return False
+    if setup.cuda and (reason := missing_reason()):
+        log.warning("%s: the CPU computes its share of experts slowly, by torch's products", reason)
     return setup.capacity < setup.catalog.experts
 
 

@@ -42,6 +42,7 @@ class ModelSetup:
     )
     remember: bool = False  # use what earlier runs learned, and save it for the next
     kernels: str = "auto"
+    kernel_fallback: str = ""  # why --kernels auto means eager here
     fake: bool = False
     cuda: bool = False
     devices: tuple[int, ...] = (0,)  # their numbers; experts are distributed over all

@@ -20,8 +20,13 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
 GPU_KERNEL = "triton"  # imported when it is used: only GPUs need its library
 
 
-def describe_kernel(chosen: Kernel, layers: Iterable[LayerExperts]) -> str:
-    """Return an expert kernel's name, and why the eager kernel computes some layers."""
+def describe_kernel(chosen: Kernel, layers: Iterable[LayerExperts], fallback: str = "") -> str:
+    """Return an expert kernel's name, and why the eager kernel computes some layers.
+
+    fallback: why the eager kernel was chosen for all layers, if the user did not
+    """
+    if fallback:
+        return f"{chosen.name} ({fallback})"
     reasons = (
         {layer.fallback_reason for layer in layers} - {""}
         if isinstance(chosen, CpuKernel)

@@ -21,6 +21,7 @@ from huggingface_hub import constants
 from greenroom.core.machine import Machine, Processor, Route
 from greenroom.errors import UsageError
 from greenroom.runtime.cuda.engine import Cuda, Engine
+from greenroom.runtime.kernels.native.library import library, missing_reason
 from greenroom.runtime.measure import bandwidth
 from greenroom.runtime.measure.bandwidth import READ_SIZES, READ_THREADS
 
@@ -69,7 +70,7 @@ def measure_machine(
 
     Raises UsageError for a wrong path or a full disk, OutputError if a file cannot be written."""
     begin = time.perf_counter()
-    facts = bandwidth.host_facts()
+    facts = bandwidth.host_facts() | {"kernels": kernels_here()}
     cores = os.cpu_count() or 1
     with disk_files(path, effort.file_bytes, report) as (files, where):
         direct = bandwidth.reads_directly(files[0])
@@ -115,6 +116,12 @@ def measure_machine(
         machine = with_device(machine, engine, effort.kernel_s)
     seconds = time.perf_counter() - begin
     return replace(machine, measured={**machine.measured, "seconds": seconds})
+
+
+def kernels_here() -> str:
+    """Return the variant of the compiled kernels that runs here, or why none does."""
+    reason = missing_reason()
+    return f"eager ({reason})" if reason else library().variant
 
 
 @contextmanager

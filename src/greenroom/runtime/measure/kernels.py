@@ -20,6 +20,7 @@ from greenroom.core.machine import Table
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.dense.accelerate import accelerate
 from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.native.library import missing_reason
 from greenroom.runtime.kernels.recipes import Recipe
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.table import make_kernel
@@ -82,7 +83,7 @@ def compute_step(
 
 
 def expert_times(seconds: float) -> Table:
-    """Measure the seconds of one resident bf16 SwiGLU expert with the compiled CPU kernel.
+    """Measure the seconds of one resident bf16 SwiGLU expert with the CPU's default kernel.
 
     The table is by expert size and tokens. Each measured call computes four experts.
     """
@@ -103,7 +104,7 @@ def _expert_steps(shape: tuple[int, int]) -> Steps:
     All tokens of a step choose the same four experts; consecutive steps use different experts.
     """
     hidden, inner = shape
-    nbytes, chosen = 6 * hidden * inner, make_kernel("numba")
+    nbytes, chosen = 6 * hidden * inner, make_kernel("eager" if missing_reason() else "numba")
     layer = random_layer(
         hidden, inner, EXPERTS_PER_STEP * max(2, WEIGHT_BYTES // nbytes // EXPERTS_PER_STEP)
     )
@@ -125,7 +126,8 @@ def _dense_steps(shape: tuple[int, int]) -> Steps:
     height, width = shape
     nbytes = 2 * height * width
     model = nn.ModuleList(_linear(width, height) for _ in range(max(2, WEIGHT_BYTES // nbytes)))
-    accelerate(model)
+    if not missing_reason():
+        accelerate(model)
 
     def steps(tokens: int) -> Work:
         x, turns = torch.randn(tokens, width).bfloat16(), itertools.cycle(model)

@@ -7,18 +7,39 @@ functions, and compute the same bits.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import re
 from functools import cache
+from glob import glob
 from pathlib import Path
 from typing import Any
 
-from greenroom.errors import UsageError
+from greenroom.errors import UnknownName, UsageError
 
 FOLDER = Path(__file__).parent / "lib"
+SOURCES = Path(__file__).parents[5] / "native"  # in a clone; an installed package has none
 VARIANTS = ("avx512", "avx2", "neon")  # the fastest first
 CHOICE = "GREENROOM_SIMD"  # environment variable that names a variant
 NUMBERS = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
+# Fields of one type; the stars, name and sizes of one of them, as in " **rows[2]".
+DECLARATION = re.compile(r"(\w+)\b(.+)")
+DECLARATOR = re.compile(r"([ *]*)(\w+)((?:\[\d+\])*)")
+BUILD = (
+    "build them (`make native` in a clone, or pip install with a C++20 compiler), or choose"
+    " --kernels eager"
+)
+
+
+class MissingKernels(UsageError):
+    """Compiled kernels are not available for this machine's processor.
+
+    reason: why, in a few words
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}: {BUILD}")
+        self.reason = reason
 
 
 class Library:
@@ -28,14 +49,23 @@ class Library:
     """
 
     def __init__(self, path: Path) -> None:
+        """Load a library; UsageError if the file is damaged or not for this kind of machine."""
         self.variant = path.stem.removeprefix("greenroom-")
-        self._library = ctypes.CDLL(str(path))
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise UsageError(f"compiled kernels cannot be loaded ({error}): {BUILD}") from error
         self._structures: dict[str, type[ctypes.Structure]] = {}
 
     @property
     def runs_here(self) -> bool:
         """Check that this machine's processor has the library's instructions."""
         return bool(self._library.runs_here())
+
+    @property
+    def source_digest(self) -> str:
+        """Return the digest of the sources from which the library was built."""
+        return ctypes.string_at(self.address("source_digest")).decode()
 
     def address(self, name: str) -> int:
         """Return the address of a function or constant, or 0 if the library lacks it."""
@@ -47,40 +77,79 @@ class Library:
     def structure(self, name: str) -> Any:
         """Make the ctypes.Structure of a kernel's arguments from their C++ declaration."""
         if name not in self._structures:
-            text = ctypes.string_at(self.address(f"fields_of_{name}")).decode()
-            fields = [field for line in text.split(";") for field in self._fields(line.strip())]
-            kind = type(name, (ctypes.Structure,), {"_fields_": fields})
+            if not (address := self.address(f"fields_of_{name}")):
+                raise AttributeError(f"the library has no structure {name}")
+            text = ctypes.string_at(address).decode()
+            kind = type(name, (ctypes.Structure,), {"_fields_": self.fields(text)})
+            nbytes = ctypes.c_int64.from_address(self.address(f"bytes_of_{name}")).value
+            assert ctypes.sizeof(kind) == nbytes, f"{name}: {ctypes.sizeof(kind)}, not {nbytes}"
             self._structures[name] = kind
         return self._structures[name]
 
-    def _fields(self, declaration: str) -> list[tuple[str, Any]]:
-        """Parse a C++ declaration of some fields, such as "int64_t rows, columns"."""
-        if not declaration:
-            return []
-        found = re.fullmatch(r"(?:const )?(\w+) ?(\*?) ?(.+)", declaration)
-        assert found is not None, declaration
-        of, pointer, names = found.groups()
-        kind = ctypes.c_void_p if pointer else NUMBERS.get(of) or self.structure(of)
+    def fields(self, declarations: str) -> list[tuple[str, Any]]:
+        """Parse C++ declarations such as "int64_t rows, columns; const float* x;" for ctypes."""
         fields = []
-        for name in names.split(", "):
-            plain, _, count = name.strip("* ").partition("[")
-            fields.append((plain, kind * int(count[:-1]) if count else kind))
+        for line in filter(None, map(str.strip, declarations.split(";"))):
+            declaration = DECLARATION.fullmatch(re.sub(r"\bconst\b ?", "", line))
+            declarators = declaration[2].split(",") if declaration else [""]
+            for part in map(DECLARATOR.fullmatch, declarators):
+                if not declaration or not part:
+                    raise ValueError(f"not the declaration of a field: {line}")
+                stars, name, sizes = part.groups()
+                kind = ctypes.c_void_p if "*" in stars else self._kind(declaration[1])
+                for size in reversed(re.findall(r"\d+", sizes)):
+                    kind = kind * int(size)
+                fields.append((name, kind))
         return fields
+
+    def _kind(self, name: str) -> Any:
+        """Return the ctypes type of a number or of another shared structure."""
+        return NUMBERS[name] if name in NUMBERS else self.structure(name)
+
+
+def digest_of(folder: Path) -> str:
+    """Compute the digest of the C++ sources in a folder, as native/CMakeLists.txt does."""
+    names = sorted(glob("**/*.[ch]pp", root_dir=folder, recursive=True))
+    digests = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 @cache
 def library() -> Library:
     """Load the fastest library of kernels that this machine's processor runs.
 
-    The environment variable GREENROOM_SIMD names another: avx512, avx2 or neon. Raises UsageError
-    if no library was built, or none runs here.
+    The environment variable GREENROOM_SIMD names another: avx512, avx2 or neon. Raises
+    MissingKernels if no library was built or none runs here, and UsageError if GREENROOM_SIMD names
+    none that runs here, a file is damaged, or in a clone the sources have changed since.
     """
-    chosen = os.environ.get(CHOICE)
-    for variant in [chosen] if chosen else VARIANTS:
-        path = FOLDER / f"greenroom-{variant}.so"
-        if path.exists() and (found := Library(path)).runs_here:
-            return found
-    raise UsageError(
-        f"no compiled kernels for this processor in {FOLDER}: build them with `make native`, or"
-        " choose --kernels eager"
-    )
+    paths = {name: FOLDER / f"greenroom-{name}.so" for name in VARIANTS}
+    if variant := os.environ.get(CHOICE):
+        if variant not in VARIANTS:
+            raise UnknownName(CHOICE, variant, VARIANTS)
+        if not paths[variant].exists():
+            raise UsageError(f"{CHOICE}={variant}: {paths[variant]} was not built")
+        paths = {variant: paths[variant]}
+    built = {name: path for name, path in paths.items() if path.exists()}
+    if not built:
+        raise MissingKernels("compiled kernels were not built")
+    fitting = next((each for each in map(Library, built.values()) if each.runs_here), None)
+    if fitting is None and variant:
+        raise UsageError(f"{CHOICE}={variant}: this processor lacks the instructions")
+    if fitting is None:
+        raise MissingKernels(f"this processor has no {' or '.join(built)}")
+    if SOURCES.is_dir() and fitting.source_digest != digest_of(SOURCES):
+        raise UsageError(f"compiled kernels are older than {SOURCES}: run `make native`")
+    return fitting
+
+
+@cache
+def missing_reason() -> str:
+    """Return why there are no compiled kernels for this processor, or "" if there are.
+
+    Raises the other errors of `library`, which the user can mend.
+    """
+    try:
+        library()
+    except MissingKernels as error:
+        return error.reason
+    return ""

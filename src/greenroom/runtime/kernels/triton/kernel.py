@@ -26,6 +26,7 @@ from greenroom.runtime.kernels.activation import RAW, Activation, find_activatio
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.native.library import missing_reason
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.triton import programs
 from greenroom.runtime.kernels.triton.expand import ENCODINGS
@@ -340,7 +341,8 @@ class TritonStep(base.KernelStep):
 
     def host_kernel(self, layer: LayerExperts) -> Kernel:
         compiled = CpuKernel()
-        return compiled if compiled.supports(layer) else eager.UnweightedEagerKernel()
+        usable = not missing_reason() and compiled.supports(layer)
+        return compiled if usable else eager.UnweightedEagerKernel()
 
 
 class TritonKernel(Kernel):
