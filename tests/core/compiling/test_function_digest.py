@@ -128,7 +128,6 @@ from greenroom.core.cache.bound import bind
 from greenroom.core.compiling.function_digest import FunctionDigest
 from greenroom.policies import POLICIES
 from greenroom.runtime.kernels.codegen.entries import expert_group
-from greenroom.runtime.kernels.codegen.entries import choice
 from greenroom.runtime.kernels.codegen.formats import encoded
 from greenroom.runtime.kernels.codegen.entries import heads
 from greenroom.runtime.kernels.codegen.formats.families import FORMATS
@@ -140,7 +139,6 @@ for name, policy in POLICIES.items():
         key = f"{name} {function.py_func.__name__}"
         found[key] = FunctionDigest.of(function.py_func)
 kernels = [(expert_group.compute_group, 0, 0), (expert_group.combine,)]
-kernels += [(choice.select, 0), (choice.find_slots,)]
 kernels += [(heads.attend, 0), (heads.project, 0)]
 for kernel, *options in kernels:
     for dtype, witness in WITNESS.items():

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from greenroom.errors import StoreError
 from greenroom.runtime.forward import FusedExperts
-from greenroom.runtime.kernels.codegen.entries import ties
-from greenroom.runtime.kernels.dense import stored
+from greenroom.runtime.kernels.dense import router, stored
 from greenroom.runtime.kernels.dense.attention import OneTokenAttention
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer
 from greenroom.runtime.kernels.resident.fused_layers import FusedLayers
@@ -51,7 +50,7 @@ def regions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
 @pytest.fixture
 def unknown_ties(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch whose choice among equal scores is its own secret."""
-    monkeypatch.setattr(ties, "is_supported", lambda number, top_k: False)
+    monkeypatch.setattr(router, "_ties_match_torch", lambda router: False)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.core.cache.test_all_resident import PIECES, filled, serve, steps
 
 
 def place(tables: Any, pieces: list[int]) -> int:
-    """Update a step's tables for these pieces as compiled code does (kernels/choice.py)."""
+    """Update a step's tables for these pieces as compiled code does (native/router.cpp)."""
     first, slot_of, used, request_counts, _, step = tables
 
     def word(start: int, piece: int) -> Any:

@@ -29,17 +29,14 @@ _child: subprocess.Popen[bytes] | None = None
 
 def compile_all(dtype: str) -> None:
     """Compile the CPU kernels for unencoded matrices of one weight type, such as bfloat16."""
-    from greenroom.runtime.kernels.codegen.entries import choice, expert_group, heads
+    from greenroom.runtime.kernels.codegen.entries import expert_group, heads
     from greenroom.runtime.kernels.codegen.jit import machine_code
 
     machine_code(expert_group.compute_group, dtype, False, False)
     for dense in (heads.project, heads.attend):
         machine_code(dense, dtype, False)
-    machine_code(choice.select, dtype, False)
     for small in (expert_group.combine,):
         machine_code(small, dtype)
-    for any_type in (choice.find_slots,):
-        machine_code(any_type, "float32")
     with suppress(OSError):  # a read-only folder keeps no marker
         folder().mkdir(0o700, parents=True, exist_ok=True)
         _marker(dtype).touch()

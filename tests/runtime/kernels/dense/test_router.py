@@ -13,7 +13,6 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from greenroom.runtime.kernels.codegen.entries import choice, ties
 from greenroom.runtime.kernels.dense import router
 from greenroom.runtime.kernels.dense.router import CompiledRouter, RouterCall
 from greenroom.runtime.kernels.launch import sequence
@@ -77,7 +76,7 @@ def test_ids_and_weights_equal_those_of_the_module(cls, config, dtype, monkeypat
     assert same >= 250  # or change the weights of all
     # Where the last one that is chosen and the next are equal.
     assert len(by_torch) <= (0 if ours.knows_ties else 60)
-    assert ours.knows_ties == ties.is_supported(len(module.weight), ids.shape[1])
+    assert ours.knows_ties == (len(module.weight) < 64 * ids.shape[1])  # else torch uses a heap
 
 
 def dense(chosen: tuple[torch.Tensor, torch.Tensor], module: nn.Module) -> torch.Tensor:
@@ -89,7 +88,7 @@ def dense(chosen: tuple[torch.Tensor, torch.Tensor], module: nn.Module) -> torch
 def test_equal_scores_and_nan_are_ordered_as_by_torch(compiled, monkeypatch) -> None:
     """Ties for the last place. The products are exact here, so they equal torch's."""
     if not compiled:
-        monkeypatch.setattr(ties, "is_supported", lambda number, top_k: False)
+        monkeypatch.setattr(router, "_ties_match_torch", lambda router: False)
     module = router_of(Qwen3MoeTopKRouter, qwen())
     ours = CompiledRouter.of(module, ONE, torch.bfloat16)
     assert ours.knows_ties == compiled
@@ -123,7 +122,7 @@ def test_equal_scores_are_chosen_in_the_order_of_torch(experts, top_k) -> None:
             call = RouterCall(ours, 0)
             call.products.copy_(torch.randint(values, call.products.shape) / 8)
             sequence.run(call.stages[1:])
-            assert call._arguments[choice.S_CHOSEN] == top_k
+            assert call.is_chosen
             _, expected = call.products.float().softmax(-1).topk(top_k)
             last, following = call.products[0].sort(descending=True).values[top_k - 1 : top_k + 1]
             if last != following:  # then it is only a question of their order
@@ -145,9 +144,15 @@ def test_another_order_of_ties_in_torch_is_detected(monkeypatch) -> None:
         router_of(Qwen3MoeTopKRouter, qwen()), ONE, torch.bfloat16
     ).knows_ties
     assert list(router._TIES.values()) == [False]
-    monkeypatch.undo()
-    assert not ties.is_supported(512, 8)  # torch uses a heap
-    assert not ties.is_supported(64, 18)  # torch sorts so many not by insertion
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k"),
+    [(512, 8), (64, 1), (64, 18)],  # torch uses a heap; it sorts so many not by insertion
+)
+def test_torch_chooses_between_equal_scores_that_it_orders_by_other_means(experts, top_k) -> None:
+    module = router_of(Qwen3MoeTopKRouter, qwen(experts, top_k))
+    assert not CompiledRouter.of(module, ONE, torch.bfloat16).knows_ties
 
 
 class Biased(Qwen3MoeTopKRouter):

@@ -6,8 +6,8 @@ In the parallel region that computes its input (decoder.py) the router takes onl
 its weights; torch's five operations take ten times as long after a group of experts has evicted the
 CPU caches. The product is summed in another order than torch's and rounded to the model's type as
 torch's is, so a last bit may differ, as in other compiled layers. If the last chosen score equals
-the next one, the experts are chosen in torch's order (codegen/entries/ties.py). Whether a router is
-of this kind is tested by comparison with its own forward.
+the next one, the experts are chosen in torch's order (native/router.cpp). Whether a router is of
+this kind is tested by comparison with its own forward.
 
 The module gets the compiled choice as its own forward for one token. If hooks observe the module,
 as those of predictors do, this forward is called, so that hooks do not change the result.
@@ -15,6 +15,7 @@ as those of predictors do, this forward is called, so that hooks do not change t
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Hashable
 from functools import lru_cache
@@ -24,10 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
-from greenroom.runtime.kernels.codegen.entries import choice, layers, ties
+from greenroom.runtime.kernels.codegen.entries import layers
 from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
+from greenroom.runtime.kernels.native.library import library
 
 _TRIALS = 48
 _AGREE = 45  # trials: a last bit may decide between two experts
@@ -41,57 +43,47 @@ class RouterCall:
     Run the kernel calls in `stages`, then call `result`.
     """
 
-    __slots__ = ("_arguments", "_router", "ids", "stages", "weights")
+    __slots__ = ("_choice", "_products", "_router", "ids", "stages", "weights")
 
     def __init__(self, router: CompiledRouter, x: int) -> None:
         """Make the kernel calls that choose experts for the hidden state at address x."""
         self._router = router
         self.ids = torch.empty(1, router.top_k, dtype=torch.int64)
         self.weights = torch.empty(1, router.top_k, dtype=router.dtype)
-        product, arguments = (
-            array("q", router.product_arguments),
-            array("q", router.choice_arguments),
-        )
-        start = arguments.buffer_info()[0]
-        scores, products, order = (start + 8 * at for at in router.offsets)
-        arguments[choice.SCORES], arguments[choice.PRODUCTS] = scores, products
-        arguments[choice.S_ORDER] = order if router.knows_ties else 0
-        arguments[choice.S_IDS], arguments[choice.S_WEIGHTS] = (
-            self.ids.data_ptr(),
-            self.weights.data_ptr(),
-        )
-        product[layers.X], product[layers.OUT] = x, arguments[choice.PRODUCTS]
-        self._arguments = arguments
+        self._products = router.products_memory()  # faster than torch.empty
+        product = array("q", router.product_arguments)
+        product[layers.X], product[layers.OUT] = x, ctypes.addressof(self._products)
+        choice = self._choice = router.copy_choice(router.choice)
+        choice.logits = product[layers.OUT]
+        choice.ids, choice.weights = self.ids.data_ptr(), self.weights.data_ptr()
         self.stages: tuple[sequence.Stage, ...] = (
             (router.multiply, product),
-            (router.select, arguments),
+            (router.select, choice),
         )
+
+    @property
+    def is_chosen(self) -> bool:
+        """Check that the kernel has chosen the experts, rather than leave the choice to torch."""
+        return bool(self._choice.chosen)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return the chosen expert ids and their gate weights, both [1, top_k].
 
         If the kernel could not choose, torch's operations choose from the router's logits.
         """
-        if self._arguments[choice.S_CHOSEN]:
+        if self._choice.chosen:
             return self.ids, self.weights
         return self._router.choose_by_torch(self.products)
 
     @property
     def chosen_address(self) -> int:
         """Return the address of an int64 that is 0 if torch must choose the experts."""
-        return self._arguments.buffer_info()[0] + 8 * choice.S_CHOSEN
+        return ctypes.addressof(self._choice) + type(self._choice).chosen.offset
 
     @property
     def products(self) -> Tensor:
         """Return the router's logits [1, experts], rounded to the model's type."""
-        router = self._router
-        products = torch.frombuffer(
-            self._arguments,
-            dtype=router.weight.dtype,
-            count=len(router.weight),
-            offset=8 * router.offsets[1],
-        )
-        return products[None]
+        return torch.frombuffer(self._products, dtype=self._router.weight.dtype)[None]
 
 
 class CompiledRouter:
@@ -116,7 +108,7 @@ class CompiledRouter:
         self._check.require_weight(module)
         self._check.require_no_hooks(module)
         self.multiply = kernel_entry("gemv", self.weight.dtype)
-        self.select = kernel_entry(choice.select, self.weight.dtype, dtype is torch.float32)
+        self.select = kernel_entry("select", self.weight.dtype)
         self.product_arguments = array("q", [0] * (layers.OUT_WIDE + 1))
         self.product_arguments[layers.W], self.product_arguments[layers.X_ROWS] = (
             self.weight.data_ptr(),
@@ -125,19 +117,17 @@ class CompiledRouter:
         self.product_arguments[layers.W_ROWS], self.product_arguments[layers.W_COLUMNS] = (
             self.weight.shape
         )
-        number = len(self.weight)
-        scores = choice.S_BEST + -(-(top_k + 1) * 3 // 2)  # in int64: ids, and as many float32
-        half = -(-number // 2)
-        self.offsets = scores, scores + half, scores + 2 * half  # products and ids follow scores
-        self.choice_arguments = array("q", [0] * (self.offsets[2] + number))
-        self.choice_arguments[choice.S_NUMBER], self.choice_arguments[choice.S_TOP_K] = (
-            number,
-            top_k,
+        self.products_memory = ctypes.c_byte * (len(self.weight) * self.weight.itemsize)
+        structure = library().structure("Choice")
+        self.copy_choice = structure.from_buffer_copy
+        self.choice = structure(
+            experts=len(self.weight),
+            top_k=top_k,
+            summed=summed,
+            wide=dtype is torch.float32,
+            knows_ties=True,
         )
-        self.choice_arguments[choice.NORMALISED] = int(summed)
-        self.knows_ties = ties.is_supported(number, top_k)
-        if self.knows_ties:
-            self.knows_ties = _ties_match_torch(self)
+        self.choice.knows_ties = self.knows_ties = _ties_match_torch(self)
 
     @staticmethod
     def of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> CompiledRouter | None:
@@ -219,7 +209,7 @@ _TIES: dict[Hashable, bool] = {}  # verdicts of `_ties_match_torch` by kind of r
 
 @torch.no_grad()
 def _ties_match_torch(router: CompiledRouter) -> bool:
-    """Does `ties` order equal scores as the installed torch does?"""
+    """Does the compiled choice order equal scores as the installed torch does?"""
     key = len(router.weight), router.top_k, router.weight.dtype, router.dtype
     if key not in _TIES:
         random = torch.Generator().manual_seed(0)
@@ -235,7 +225,7 @@ def _tie_agrees(router: CompiledRouter, random: torch.Generator) -> bool:
     ours, expected = (
         ids.sort().values for ids, _ in (call.result(), router.choose_by_torch(call.products))
     )
-    return torch.equal(ours, expected)
+    return call.is_chosen and torch.equal(ours, expected)
 
 
 _SETTINGS: dict[Hashable, bool] = {}  # by kind of router: are its gate weights summed?

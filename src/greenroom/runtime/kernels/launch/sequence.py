@@ -10,11 +10,20 @@ import ctypes
 import struct
 from array import array
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from greenroom.runtime.kernels.launch.openmp import BARRIER, KernelEntry, kernel_entry
 from greenroom.runtime.kernels.native.library import library
 
-Stage = tuple[KernelEntry, "array[int]"]  # an entry and its arguments
+Arguments: TypeAlias = "ctypes.Structure | array[int]"
+Stage = tuple[KernelEntry, Arguments]
+
+
+def address_of(arguments: Arguments) -> int:
+    """Return the address of a kernel's arguments."""
+    if isinstance(arguments, ctypes.Structure):
+        return ctypes.addressof(arguments)
+    return arguments.buffer_info()[0]
 
 
 def bits(value: float) -> int:
@@ -23,14 +32,14 @@ def bits(value: float) -> int:
 
 
 def batch_stage(
-    entry: KernelEntry, token_arguments: Sequence[array[int]], wide: int = 0, out: int = 0
+    entry: KernelEntry, token_arguments: Sequence[Arguments], wide: int = 0, out: int = 0
 ) -> Stage:
     """Merge one kernel's arguments for several tokens into one kernel call.
 
     entry: the variant of the kernel for several tokens
     wide, out: addresses of float32 inputs and outputs with a row per token; 0: none
     """
-    addresses = (argument.buffer_info()[0] for argument in token_arguments)
+    addresses = map(address_of, token_arguments)
     arguments = array("q", (0, 0, len(token_arguments), wide, out, 0, *addresses))
     arguments[5] = arguments.buffer_info()[0] + 8 * 6
     return entry, arguments
@@ -41,6 +50,6 @@ def run(stages: Sequence[Stage]) -> None:
     addresses = array("q")
     for entry, argument in stages:
         addresses.append(entry.address)
-        addresses.append(argument.buffer_info()[0])
+        addresses.append(address_of(argument))
     call = library().structure("StagesCall")(len(stages), BARRIER, addresses.buffer_info()[0])
     kernel_entry("run_stages")(ctypes.addressof(call))

@@ -25,6 +25,7 @@ from greenroom.runtime.kernels.dense.decoder import ArgumentPosition, FusedDecod
 from greenroom.runtime.kernels.dense.router import RouterCall
 from greenroom.runtime.kernels.dense.stored import thread_scratch
 from greenroom.runtime.kernels.launch.openmp import BARRIER, kernel_entry
+from greenroom.runtime.kernels.launch.sequence import Arguments, address_of
 from greenroom.runtime.kernels.resident.one_token import OneTokenExperts
 from greenroom.runtime.slots.resident_tables import SlotTables
 
@@ -89,7 +90,7 @@ class LaunchPlan:
         self.router_calls: list[RouterCall] = []
         self._expert_counts: list[tuple[array[int], int]] = []
         self._entries: list[list[int]] = []
-        stages: list[list[array[int]]] = []
+        stages: list[list[Arguments]] = []
         for decoder_layer, view, layer_experts, first in zip(
             decoder_layers, views, experts, first_pieces, strict=True
         ):
@@ -104,7 +105,7 @@ class LaunchPlan:
                 self._memory,
                 first,
             )
-            entries = [n for each, arguments in before for n in (each.address, _address(arguments))]
+            entries = [n for entry, arg in before for n in (entry.address, address_of(arg))]
             self._entries.append([*entries, 0, call.chosen_address, *region_arguments.entries])
             self._expert_counts.append((region_arguments.arguments, region_arguments.count_index))
             self.router_calls.append(call)
@@ -114,22 +115,22 @@ class LaunchPlan:
         self._targets, self._layer, self._base, self._offset, self._per_token = patches.T.copy()
         self._regions = {0: self._make_region(0)}
 
-    def _make_copies(self, stages: Sequence[Sequence[array[int]]]) -> None:
+    def _make_copies(self, stages: Sequence[Sequence[Arguments]]) -> None:
         """Copy all arguments, and make the call of the kernel `copy_calls`."""
         live = [arguments for layer in stages for arguments in layer]
         self._copies: Ints = np.concatenate(
-            [np.frombuffer(arguments, np.int64) for arguments in live]
+            [np.frombuffer(memoryview(arguments), np.int64) for arguments in live]
         )
         self._live = live
         self._copy_runs, start = array("q", (0, len(live), 0)), self._copies.ctypes.data
         for arguments in live:
-            self._copy_runs.extend((_address(arguments), start, len(arguments)))
-            start += 8 * len(arguments)
-        self._copy_runs[2] = _address(self._copy_runs) + 8 * 3
+            self._copy_runs.extend((address_of(arguments), start, _size(arguments)))
+            start += 8 * _size(arguments)
+        self._copy_runs[2] = address_of(self._copy_runs) + 8 * 3
 
     def _patched_arguments(
         self,
-        stages: Sequence[Sequence[array[int]]],
+        stages: Sequence[Sequence[Arguments]],
         decoder_layers: Sequence[FusedDecoderLayer],
         experts_of_layers: Sequence[OneTokenExperts],
         views: Sequence[KeyValueView],
@@ -141,7 +142,7 @@ class LaunchPlan:
         for n, (layer, decoder_layer, experts) in enumerate(
             zip(stages, decoder_layers, experts_of_layers, strict=True)
         ):
-            begins = [start + at for at in accumulate([0, *map(len, layer)])]
+            begins = [start + at for at in accumulate([0, *map(_size, layer)])]
             start, last = begins.pop(), begins[-1]
 
             def indices(
@@ -176,10 +177,10 @@ class LaunchPlan:
         entries = [n for each in self._entries[first:] for n in each]
         copy_entry = (
             kernel_entry("copy_calls").address,
-            _address(self._copy_runs),
+            address_of(self._copy_runs),
         )
         region = array("q", (1 + len(entries) // 2, BARRIER, 0, *copy_entry, *entries))
-        region[2] = _address(region) + 8 * 3
+        region[2] = address_of(region) + 8 * 3
         return region
 
     def _scratch_addresses(self) -> tuple[int, int]:
@@ -224,13 +225,13 @@ class LaunchPlan:
         self._copy_runs[0] = 0
         if first not in self._regions:
             self._regions[first] = self._make_region(first)
-        kernel_entry("run_stages")(_address(self._regions[first]))
+        kernel_entry("run_stages")(address_of(self._regions[first]))
         counts = [each[at] for each, at in self._expert_counts[first:]]
         return counts[: counts.index(0)] if 0 in counts else counts
 
 
-def _address(arguments: array[int]) -> int:
-    return arguments.buffer_info()[0]
+def _size(arguments: Arguments) -> int:
+    return memoryview(arguments).nbytes // 8
 
 
 def _rows(tensor: Tensor) -> tuple[int, int]:

@@ -91,7 +91,7 @@ class OneTokenExperts:
             (self._find_slots + choice.P_RANKS, rows),
         )  # fmt: skip
         self._run_stages = kernel_entry("run_stages")
-        self._find_slots_entry = kernel_entry(choice.find_slots, torch.float32)
+        self._find_slots_entry = kernel_entry("find_slots")
 
     @staticmethod
     def of(

@@ -1,0 +1,167 @@
+// Kernels that choose a token's experts and look up the experts' slots. Each runs on one thread, in
+// less time than Python takes to build a list.
+#include "router.hpp"
+
+#include "formulas.hpp"
+#include "region.hpp"
+
+namespace {
+
+using namespace greenroom;
+
+constexpr int64_t MOST_EXPERTS = 4096;  // of a router: arrays for them lie on the stack
+constexpr int64_t SORTED = 16;          // std::sort sorts so many numbers by insertion
+constexpr int64_t FEW = 3;              // std::nth_element sorts so many numbers by insertion
+constexpr int64_t HEAP = 64;            // torch's topk uses a heap for one of so many numbers
+
+// A score and its expert.
+struct Scored {
+    float score;
+    int32_t expert;
+};
+
+// Compute the softmax of logits; false, with NaN as the result, if a logit is NaN or the largest
+// logit is infinite.
+template <class T>
+bool softmax(const T* logits, int64_t n, float* scores) {
+    float total = exponentials(logits, n, 1.0f, scores);
+    over_row(n, [&](int64_t at, int64_t left) INLINE_LAMBDA {
+        put(scores, at, left, get(scores, at, left) / all(total));
+    });
+    return total == total;
+}
+
+// Find the `most` largest scores, in descending order, and return how many there are. Of equal
+// scores, those of the lowest experts come first.
+int64_t top_scores(const float* scores, int64_t n, int64_t most, Scored* best) {
+    int64_t count = 0;
+    for (int64_t e = 0; e < n; e++) {
+        float score = scores[e];
+        if (count == most && score <= best[most - 1].score) continue;
+        int64_t i = least(count, most - 1);
+        for (; i > 0 && best[i - 1].score < score; i--) best[i] = best[i - 1];
+        best[i] = {score, (int32_t)e};
+        count = least(count + 1, most);
+    }
+    return count;
+}
+
+// The order of torch's topk among equal scores.
+//
+// A router's logits are rounded to eight bits, so one choice in twenty ends between equal scores: too
+// often to return to Python for it. torch's order is that of libstdc++'s std::nth_element (a
+// partition around the median of three, repeated) and insertion sort of the elements before the nth.
+// The algorithm is written out because other standard libraries have other ones, and torch's build,
+// not this one, decides. Trials show whether it is torch's (dense/router.py).
+
+INLINE void swap(Scored& a, Scored& b) {
+    Scored first = a;
+    a = b;
+    b = first;
+}
+
+// Where is the median of three scores? Compares as libstdc++'s __move_median_to_first.
+INLINE Scored* median_of(Scored* a, Scored* b, Scored* c) {
+    if (a->score > b->score) {
+        if (b->score > c->score) return b;
+        return a->score > c->score ? c : a;
+    }
+    if (a->score > c->score) return a;
+    return b->score > c->score ? c : b;
+}
+
+// Partition a range around its first score, as libstdc++'s __unguarded_partition, and return where
+// the second part begins.
+Scored* partition(Scored* first, Scored* last) {
+    Scored *low = first + 1, *high = last;
+    while (true) {
+        while (low->score > first->score) low++;
+        high--;
+        while (first->score > high->score) high--;
+        if (low >= high) return low;
+        swap(*low, *high);
+        low++;
+    }
+}
+
+// Sort a range in descending order; equal scores keep their order.
+void insertion_sort(Scored* first, Scored* last) {
+    for (Scored* at = first + 1; at < last; at++)
+        for (Scored* i = at; i > first && i->score > (i - 1)->score; i--) swap(*i, *(i - 1));
+}
+
+// Put the top_k largest of n > top_k scores first, in the order of torch's topk. Return false if
+// torch selects or sorts so many numbers by other means than those written here.
+bool select_largest(Scored* scores, int64_t n, int64_t top_k) {
+    if (n >= HEAP * top_k || top_k - 1 > SORTED) return false;
+    int rounds = 2 * (std::bit_width((uint64_t)n) - 1);  // nth_element continues with a heap
+    Scored *first = scores, *last = scores + n;
+    while (last - first > FEW) {
+        if (rounds-- == 0) return false;
+        swap(*first, *median_of(first + 1, first + (last - first) / 2, last - 1));
+        Scored* cut = partition(first, last);
+        if (cut <= scores + top_k - 1) first = cut;
+        else last = cut;
+    }
+    insertion_sort(first, last);
+    insertion_sort(scores, scores + top_k - 1);
+    return true;
+}
+
+// Choose the experts with the largest softmax scores. `chosen` stays 0 if torch must choose: the
+// last chosen score equals the next one and torch's order is unknown, a logit is NaN, the largest is
+// infinite, or the experts are too many.
+template <class T>
+void choose_experts(Choice& p) {
+    if (claim(p.cursor) != 0 || p.experts > MOST_EXPERTS) return;
+    float scores[MOST_EXPERTS];
+    Scored best[MOST_EXPERTS + 1];
+    if (!softmax((const T*)p.logits, p.experts, scores)) return;
+    int64_t count = top_scores(scores, p.experts, p.top_k + 1, best);
+    if (count > p.top_k && best[p.top_k - 1].score == best[p.top_k].score) {
+        for (int64_t e = 0; e < p.experts; e++) best[e] = {scores[e], (int32_t)e};
+        if (!p.knows_ties || !select_largest(best, p.experts, p.top_k)) return;
+    }
+    float total = 0;
+    for (int64_t i = 0; i < p.top_k; i++) total += best[i].score;
+    for (int64_t i = 0; i < p.top_k; i++) {
+        float weight = p.summed ? best[i].score / total : best[i].score;
+        if (p.wide) ((float*)p.weights)[i] = weight;
+        else ((T*)p.weights)[i] = from_float<T>(weight);
+        p.ids[i] = best[i].expert;
+    }
+    p.chosen = p.top_k;
+}
+
+}  // namespace
+
+KERNELS(select, Choice, choose_experts)
+
+// Look up the slots of a token's experts, and record their use. `found` stays 0, and no use is
+// recorded, if an id is no expert of the layer, an id occurs twice or an expert is not loaded.
+EXPORT void find_slots(SlotSearch* search) {
+    SlotSearch& p = *search;
+    if (claim(p.cursor) != 0) return;
+    for (int64_t rank = 0; rank < p.top_k; rank++) {
+        int64_t expert = p.ids[rank];
+        if (expert < 0 || expert >= p.experts) return;
+        int64_t slot = p.tables.slot_of[p.tables.first + expert];
+        if (slot < 0) return;
+        int64_t i = rank;
+        for (; i > 0 && p.sorted[i - 1] > expert; i--) {
+            p.sorted[i] = p.sorted[i - 1];
+            p.slots[i] = p.slots[i - 1];
+            p.ranks[i] = p.ranks[i - 1];
+        }
+        if (i > 0 && p.sorted[i - 1] == expert) return;
+        p.sorted[i] = expert;
+        p.slots[i] = p.tables.memory[slot];
+        p.ranks[i] = rank;
+    }
+    for (int64_t i = 0; i < p.top_k; i++) {
+        int64_t piece = p.tables.first + p.sorted[i];
+        p.tables.last_used[piece] = p.tables.step;
+        p.tables.requests[piece]++;
+    }
+    p.found = p.top_k;
+}
