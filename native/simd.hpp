@@ -607,12 +607,15 @@ INLINE Floats look_up(const Floats& table, const Ints& codes) {
     });
     return result;
 #else
-    alignas(64) float values[LANES], result[LANES];
-    alignas(64) int32_t index[LANES];
-    store(values, table);
-    store(index, codes);
-    for (int i = 0; i < LANES; i++) result[i] = values[index[i] & 15];
-    return load<float>(result);
+    // Bytes 4 i to 4 i + 3 of the table are its number i.
+    uint8x16x4_t bytes = {(uint8x16_t)table.part[0], (uint8x16_t)table.part[1],
+                          (uint8x16_t)table.part[2], (uint8x16_t)table.part[3]};
+    Floats result;
+    each<PARTS>([&](auto p) INLINE_LAMBDA {
+        Part<int32_t> places = (codes.part[p] & 15) * 0x04040404 + 0x03020100;
+        result.part[p] = (Part<float>)vqtbl4q_u8(bytes, (uint8x16_t)places);
+    });
+    return result;
 #endif
 }
 

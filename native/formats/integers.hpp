@@ -10,6 +10,7 @@
 
 #include <array>
 
+#include "loads.hpp"
 #include "row.hpp"
 
 namespace greenroom {
@@ -56,10 +57,30 @@ INLINE Halves split_bytes(const Bytes& raw) {
     return {raw & 15, as<uint8_t>(as<uint16_t>(raw) >> 4) & 15};
 }
 
-// Load eight scales, or minima, of an iteration, of which `left` inputs' exist; the others are 0.
-// (Codes and x are 0 there too, but uninitialised memory may hold NaN, and 0 times NaN is NaN.)
-INLINE Floats group_scales(const float* base, int64_t left, int shift) {
-    return load_first<float>(base, (left + (1 << shift) - 1) >> shift);
+// Load four scales, or minima, of an iteration's groups of 32 inputs, of which `left` inputs exist;
+// missing ones are 0. (Codes and x are 0 there too, but uninitialised memory may hold NaN, and 0
+// times NaN is NaN.) spread(address) makes them a vector.
+template <class Spread>
+INLINE Floats four_scales(const float* scales, int64_t left, Spread spread) {
+    if (left == 128) return spread(scales);
+    float few[4] = {};
+    for (int i = 0; 32 * i < left; i++) few[i] = scales[i];
+    return spread(few);
+}
+
+// Call add for both halves of an iteration's codes, in runs of 16 or neighbours, with one vector of
+// sums: four lanes belong to a group of 32 inputs, which has a scale, and a minimum if P has.
+template <Packing P, class Add>
+INLINE void joint_terms(
+    const Row& row, int64_t at, const Inputs& x, int64_t left, const Halves& codes, Add add) {
+    Ints start{};
+    if constexpr (P.offset != 0) start = x.offsets();
+    Ints upper = dot_bytes(dot_bytes(Ints{}, codes.low, x.upper(0)), codes.high, x.upper(1));
+    Ints lower = dot_bytes(dot_bytes(start, codes.low, x.lower(0)), codes.high, x.lower(1));
+    add(constant<0>, to_floats((upper << 7) + lower),
+        four_scales(row.ready + at / 32, left, each_four_times));
+    if constexpr (P.minima != 0)
+        add(constant<0>, x.sums(), four_scales(row.minima() + at / 32, left, repeat_four));
 }
 
 template <Packing P>

@@ -80,9 +80,9 @@ INLINE void multiply_tile(
     float totals[N];
     each<N>([&](auto n) INLINE_LAMBDA { totals[n] = call.carry ? out[n] : 0; });
     if (call.block == 64) {
-        for (int64_t at = 0; at < inputs; at += unit) {
+        auto blocks = [&](int64_t at, int64_t left) INLINE_LAMBDA {
             Floats sums[N][2] = {};
-            iterate(at, inputs - at < unit ? inputs - at : unit,
+            iterate(at, left,
                     [&](auto n, auto block, const Floats& value, const Floats& factor) INLINE_LAMBDA {
                         sums[n][block] = fma(value, factor, sums[n][block]);
                     });
@@ -96,7 +96,10 @@ INLINE void multiply_tile(
                     totals[n] = (totals[n] + lane_sum(sums[n][0])) + lane_sum(sums[n][1]);
                 }
             });
-        }
+        };
+        for (int64_t at = 0; at < whole; at += unit) blocks(at, unit);
+        if constexpr (F::block_inputs % unit != 0)
+            if (whole < inputs) blocks(whole, inputs - whole);
     } else {
         Floats sums[N] = {};
         auto grow = [&](auto n, auto, const Floats& value, const Floats& factor) INLINE_LAMBDA {
@@ -177,14 +180,15 @@ constexpr Format format_of() {
 
 // Define a format under the name of its encoding, for weights as they are and for weights that are
 // rounded to a model's type.
-#define FORMAT(name, F)                                                            \
-    extern "C" {                                                                   \
-    extern const greenroom::Format format_##name##_float32 [[gnu::visibility("default")]] =  \
-        greenroom::format_of<F, float>();                                          \
-    extern const greenroom::Format format_##name##_bfloat16 [[gnu::visibility("default")]] = \
-        greenroom::format_of<F, greenroom::BFloat16>();                            \
-    extern const greenroom::Format format_##name##_float16 [[gnu::visibility("default")]] =  \
-        greenroom::format_of<F, greenroom::Float16>();                             \
+#define FORMAT(name, F)                             \
+    FORMAT_OF(name, float32, F, float)              \
+    FORMAT_OF(name, bfloat16, F, greenroom::BFloat16) \
+    FORMAT_OF(name, float16, F, greenroom::Float16)
+
+#define FORMAT_OF(name, type, F, T)                                                        \
+    extern "C" {                                                                           \
+    extern const greenroom::Format format_##name##_##type [[gnu::visibility("default")]] = \
+        greenroom::format_of<F, T>();                                                      \
     }
 
 }  // namespace greenroom

@@ -50,7 +50,7 @@ def test_results_are_near_those_of_unrounded_weights(style: Style) -> None:
     )
 
 
-@pytest.mark.parametrize("style", [BY_NAME["int4-float16"], BY_NAME["q6_k"]], ids=str)
+@pytest.mark.parametrize("style", [BY_NAME["q6_k"]], ids=str)
 def test_results_are_near_on_a_processor_without_integer_products(
     style: Style, monkeypatch: pytest.MonkeyPatch
 ) -> None:

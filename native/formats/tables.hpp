@@ -1,0 +1,27 @@
+// Numbers of codes of four bits.
+#pragma once
+
+#include "integers.hpp"
+
+namespace greenroom {
+
+// Twice the numbers of e2m1, plus 12, so that they have no sign.
+constexpr int TWICE_E2M1_OFFSET = 12;
+constexpr uint8_t TWICE_E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+INLINE Halves e2m1_bytes(const Halves& codes) {
+    return {look_up(TWICE_E2M1, codes.low), look_up(TWICE_E2M1, codes.high)};
+}
+
+// Twice the numbers of e2m1 in float32. The zero of code 8 has a sign in some formats.
+INLINE Floats twice_e2m1(float eighth) {
+    return lanes_of<float>([=](int i) {
+        return i == 8 ? eighth : (float)(TWICE_E2M1[i] - TWICE_E2M1_OFFSET);
+    });
+}
+
+// The type to which e2m1 numbers times powers of two are rounded: they are exact in bfloat16.
+template <class T>
+using Exact = std::conditional_t<std::is_same_v<T, BFloat16>, float, T>;
+
+}  // namespace greenroom
