@@ -32,7 +32,8 @@ INLINE const float* multiply_row(
     const float* x, float* out, uint8_t* scratch, const float* packed, const uint8_t* next) {
     uint8_t* place = aligned(scratch);
     int64_t room = matrix.layout->packed_bytes;
-    RowsCall call{matrix.base, matrix.layout, K, first, 0, block, carry, x, out, place + room, next};
+    RowsCall call{
+        matrix.base, matrix.layout, K, first, 0, block, carry, x, out, place + room, next};
     if (room && packed != x) {
         call.out = (float*)place;
         matrix.format->pack(&call);

@@ -47,7 +47,9 @@ INLINE Floats exponential(const Floats& x) {
 // Convert a row to float32.
 template <class T>
 INLINE void widen(const T* x, int64_t n, float* out) {
-    over_row(n, [&](int64_t at, int64_t left) INLINE_LAMBDA { put(out, at, left, get(x, at, left)); });
+    over_row(n, [&](int64_t at, int64_t left) INLINE_LAMBDA {
+        put(out, at, left, get(x, at, left));
+    });
 }
 
 // Compute a row's softmax numerators out[:n] = exp(scale * (x - max(x))), and return their sum.

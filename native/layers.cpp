@@ -48,7 +48,8 @@ void multiply_encoded(LinearCall& p) {
         const uint8_t* next = row_codes(*matrix.layout, matrix.base, current(p.cursor) * UNIT);
         for (int64_t m = 0; m < p.rows; m++) {
             alignas(64) float sums[UNIT];
-            packed = multiply_row(matrix, K, n0, n, K, false, x + m * K, sums, scratch, packed, next);
+            packed = multiply_row(
+                matrix, K, n0, n, K, false, x + m * K, sums, scratch, packed, next);
             store_sums(sums, part<T>(p.bias, n0), (T*)p.out + m * N + n0, n);
         }
     }

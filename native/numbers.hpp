@@ -26,6 +26,12 @@ INLINE Floats load_as_floats(const T* address) {
 // Load the first n numbers, converted to float32; the others are 0, and are not read.
 template <class T>
 INLINE Floats load_first_as_floats(const T* address, int64_t n) {
+    if constexpr (std::is_same_v<T, float>) return load_first<float>(address, n);
+#if defined(__AVX512BW__)
+    __m256i bits = _mm256_maskz_loadu_epi16((1u << n) - 1, address);
+    if constexpr (std::is_same_v<T, Float16>) return {(Part<float>)_mm512_cvtph_ps(bits)};
+    return {(Part<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)};
+#endif
     T numbers[LANES] = {};
     std::memcpy(numbers, address, sizeof(T) * n);
     return load_as_floats(numbers);

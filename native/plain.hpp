@@ -1,8 +1,8 @@
 // Products of rows with unencoded matrices, in tiles.
 //
-// A dot product is summed lane by lane, the lanes by halving, and the blocks of `block` elements one
-// after another. An element of the result depends on its own row and column only, never on the tile
-// that it was computed in, on its neighbours or on the threads.
+// A dot product is summed lane by lane, the lanes by halving, and the blocks of `block` elements
+// one after another. An element of the result depends on its own row and column only, never on the
+// tile that it was computed in, on its neighbours or on the threads.
 #pragma once
 
 #include "arguments.hpp"
@@ -219,8 +219,8 @@ INLINE void panel(const W* w, int64_t row_bytes, int64_t N, const float* x, floa
 
 // Compute out[:N] = x[:K] @ w, reading along the rows of w, or add to it; N is a multiple of LANES.
 //
-// The tiles of `axpys` would touch a new page of memory for every few cache lines. cells: memory for
-// N float32.
+// The tiles of `axpys` would touch a new page of memory for every few cache lines. cells: memory
+// for N float32.
 template <class W>
 [[gnu::noinline]] void panels(
     const W* w, int64_t row_bytes, int64_t K, int64_t N, int64_t block, bool carry, const float* x,
