@@ -77,7 +77,8 @@ template <class W, class X, int M, int N>
     if (carry)
         each<4 * fours>([&](auto i) INLINE_LAMBDA { sums[i / 4][i % 4] = out[i / N][i % N]; });
     for (int64_t start = 0; start < K; start += block) {
-        int64_t stop = least(start + block, K), left = (stop - start) & (LANES - 1), end = stop - left;
+        int64_t stop = least(start + block, K), left = (stop - start) & (LANES - 1);
+        int64_t end = stop - left;
         Floats cells[M][N] = {};
         if (M == 1 && N > 1 && block >= K && row_by_row()) {
             each<N>([&](auto n) INLINE_LAMBDA {
