@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Tests start many processes: with byte code written by the first, each starts a second sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native demo check ci processes interpreted without-options check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers papers-demo papers-train clean
+.PHONY: help setup native demo check ci portable processes interpreted without-options check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers papers-demo papers-train clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
@@ -17,6 +17,7 @@ help:
 	@echo "make processes  tests that start whole programs"
 	@echo "make interpreted  what is for a GPU, on a CPU: Triton's kernels in its interpreter, the GPU report"
 	@echo "make native  compile the kernels in C++ (folder native/), if they changed"
+	@echo "make portable  the kernels compiled for aarch64, and compared in an emulator with those for AVX2"
 	@echo "make bench-smoke  every script of benchmarks/ on tiny inputs"
 	@echo "make fuzz    damaged files of every format that is read (FUZZ_SECONDS=N)"
 	@echo "make without-options  the checks of a copy of the project in which an option is deleted, for each"
@@ -65,7 +66,7 @@ check: $(READY)
 	$(MAKE) --no-print-directory --jobs 2 lint types imports test
 
 # What is left out of `make check` because it takes longer. Continuous integration runs both.
-ci: processes interpreted bench-smoke fuzz without-options
+ci: processes interpreted bench-smoke portable fuzz without-options
 
 # With the Python that has a torch for this machine's GPU: make check-gpu PYTHON=python3
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
@@ -99,7 +100,7 @@ imports: $(READY)
 
 # Three at a time: two cores have work while a test waits.
 test: $(READY) native
-	$(BIN)/python -m pytest -m "not slow and not bench_smoke and not process and not interpreted" --durations=10 -n 3 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not bench_smoke and not process and not interpreted and not portable" --durations=10 -n 3 --dist worksteal
 
 # Tests that start whole programs, for seconds each: servers, kills, interrupts, guarded memory.
 processes: $(READY) native
@@ -108,6 +109,17 @@ processes: $(READY) native
 # What is for a GPU, without one.
 interpreted: $(READY) native
 	$(BIN)/python -m pytest -m "interpreted and not slow" --durations=10 -n 3 --dist worksteal
+
+# The kernels for aarch64, compiled by zig's Clang and run in an emulator of that processor.
+portable: export PATH := $(CURDIR)/$(BIN):$(PATH)
+portable: $(READY) native
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt unicorn ziglang
+	@CXX="$(CURDIR)/$(BIN)/python -m ziglang c++ -target aarch64-linux-gnu" \
+		cmake -S native -B build/aarch64 -G Ninja \
+		-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+		-DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/build/aarch64/lib > /dev/null
+	@cmake --build build/aarch64
+	$(BIN)/python -m pytest -m portable tests/runtime/kernels/native
 
 # Every script of benchmarks/, on tiny inputs: does it run, and does it print what it should?
 bench-smoke: $(READY) native

@@ -1,0 +1,135 @@
+"""Kernels compiled for aarch64 give the bits of those for AVX2: `make portable`.
+
+The library is in build/aarch64, and runs in an emulator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from greenroom.core.layout import BLOCKS, SlotLayout, WeightSpec
+from greenroom.runtime.kernels.matrix import MatrixProduct, _name, unsupported_reason
+from greenroom.runtime.kernels.native.library import FOLDER, Library
+from tests.runtime.kernels.codes import STYLES, Style, tensors_of
+from tests.runtime.kernels.native.emulator import Emulated
+
+NEON = Path(__file__).parents[4] / "build/aarch64/lib/greenroom-neon.so"
+pytestmark = [
+    pytest.mark.portable,
+    pytest.mark.skipif(not NEON.exists(), reason="`make portable` compiles it"),
+]
+ROWS, BLOCKS_OF_ROW, DTYPES = 6, 3, (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Here:
+    """The library of this processor, with the emulator's methods."""
+
+    def __init__(self) -> None:
+        self.library = Library(FOLDER / "greenroom-avx2.so")
+        self.address, self._held = self.library.address, []
+
+    def place(self, data: bytes) -> int:
+        self._held.append(ctypes.create_string_buffer(data, len(data) + 64))
+        return ctypes.addressof(self._held[-1])
+
+    def take(self, address: int, nbytes: int) -> bytes:
+        return ctypes.string_at(address, nbytes)
+
+    def call(self, address: int, argument: int) -> int:
+        return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(address)(argument)
+
+
+Machine = Here | Emulated
+HERE = Here()
+
+
+@pytest.fixture(scope="module")
+def neon() -> Emulated:
+    return Emulated(NEON)
+
+
+def matrix_of(style: Style) -> tuple[WeightSpec, bytes]:
+    """The layout and the bytes of a matrix of any codes and sane scales."""
+    inputs = BLOCKS[style.name][0]
+    width = BLOCKS_OF_ROW * max(inputs, style.share[1] if style.share[1] < 1 << 20 else 64)
+    random = np.random.default_rng(0)
+    parts = tensors_of(style, "w", (max(ROWS, 2 * style.share[0]), width), random)
+    sizes = [(name, tuple(t.shape), str(t.dtype)[6:]) for name, t in parts.items()]
+    layout = SlotLayout.pack(sizes, {"w": style.name}, "bfloat16")
+    slot = bytearray(layout.nbytes)
+    for spec in layout.tensors:
+        data = parts[spec.name].contiguous().view(torch.uint8).numpy().tobytes()
+        slot[spec.offset : spec.offset + len(data)] = data
+    return layout.weight("w"), bytes(slot)
+
+
+def results(machine: Machine, spec: WeightSpec, slot: bytes, dtype: torch.dtype) -> list[bytes]:
+    """What all functions of a matrix's format write."""
+    width = spec.shape[1]
+    product = MatrixProduct(spec, dtype, rounded=dtype is not torch.float32)
+    name = re.sub(r"[./]", "_", f"format_{_name(spec)}_{str(dtype)[6:]}")
+    pack, multiply, expand, packed_bytes = struct.unpack(
+        "4Q", machine.take(machine.address(name), 32)
+    )
+    random = np.random.default_rng(1)
+    x = random.standard_normal(width).astype(np.float32).tobytes()
+    room = machine.call(packed_bytes, width)
+    values = {
+        "slot": machine.place(slot), "layout": machine.place(bytes(product._layout)),
+        "inputs": width, "rows": ROWS, "x": machine.place(x + bytes(256)),
+        "scratch": machine.place(bytes(4 * (5 * width + 320))),
+    }  # fmt: skip
+    values["next"] = values["slot"]
+    found = [room.to_bytes(8, "little")]
+
+    def run(function: int, out: int, nbytes: int, **more: int) -> None:
+        call = HERE.library.structure("RowsCall")(**values, **more, out=out)
+        machine.call(function, machine.place(bytes(call)))
+        found.append(machine.take(out, nbytes))
+
+    run(expand, machine.place(bytes(4 * ROWS * width)), 4 * ROWS * width)
+    if room:
+        packed = machine.place(bytes(room))
+        run(pack, packed, room)
+        values["x"] = packed
+    start = np.ones(ROWS, np.float32).tobytes()
+    for block in (width, 64):
+        for carry in (0, 1):
+            run(multiply, machine.place(start), 4 * ROWS, block=block, carry=carry)
+    return found
+
+
+def cases() -> list[object]:
+    """All formats of the library that tests have codes for, with each type of weights."""
+    return [
+        pytest.param(style, dtype, id=f"{style}-{str(dtype)[6:]}")
+        for style in STYLES
+        for dtype in DTYPES
+        if HERE.address(re.sub(r"[./]", "_", f"format_{style.name}_{str(dtype)[6:]}"))
+    ]
+
+
+def test_the_structures_of_arguments_are_the_same(neon):
+    names = set(re.findall(rb"\0fields_of_(\w+)", NEON.read_bytes()))
+    assert names
+    for name in map(bytes.decode, names):
+        size = HERE.library.address(f"bytes_of_{name}")
+        assert neon.take(neon.address(f"bytes_of_{name}"), 8) == HERE.take(size, 8), name
+
+
+@pytest.mark.parametrize(("style", "dtype"), cases())
+def test_a_format_gives_the_same_bits(neon, style, dtype):
+    spec, slot = matrix_of(style)
+    assert not unsupported_reason(spec)
+    got, want = (results(machine, spec, slot, dtype) for machine in (neon, HERE))
+    assert got == want
+    products = np.frombuffer(b"".join(want[-4:]), np.float32)
+    assert np.isfinite(products).all()
+    assert len(set(products.tolist())) > ROWS
