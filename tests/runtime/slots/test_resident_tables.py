@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -14,22 +13,21 @@ from hypothesis import strategies as st
 from greenroom.core.events import Resized
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.policies import policy
-from greenroom.runtime.slots.resident_tables import ResidentTables
+from greenroom.runtime.slots.resident_tables import ResidentTables, SlotTables
 from tests.core.cache.test_all_resident import PIECES, filled, serve, steps
 
 
-def place(tables: Any, pieces: list[int]) -> int:
+def place(tables: SlotTables, pieces: list[int]) -> int:
     """Update a step's tables for these pieces as compiled code does (native/router.cpp)."""
-    first, slot_of, used, request_counts, _, step = tables
 
-    def word(start: int, piece: int) -> Any:
-        return ctypes.c_int64.from_address(start + 8 * (first + piece))
+    def entry(start: int, piece: int) -> Any:
+        return ctypes.c_int64.from_address(start + 8 * (tables.first + piece))
 
-    if any(word(slot_of, piece).value < 0 for piece in pieces):
+    if any(entry(tables.slot_of, piece).value < 0 for piece in pieces):
         return 0
     for piece in pieces:
-        word(used, piece).value = step
-        word(request_counts, piece).value += 1
+        entry(tables.last_used, piece).value = tables.step
+        entry(tables.requests, piece).value += 1
     return len(pieces)
 
 
@@ -46,7 +44,7 @@ def test_steps_in_one_call_leave_the_same_state_as_single_steps(
         chosen = [sorted(experts), sorted(3 - e for e in experts)]
 
         def find(tables: Any, chosen: Any = chosen, done: int = 1 + missing) -> list[int]:
-            each = [array("q", [4 * n, *tables[1:-1], tables[-1] + n]) for n in range(done)]
+            each = [tables._replace(first=4 * n, step=tables.step + n) for n in range(done)]
             return [place(*pair) for pair in zip(each, chosen, strict=False)]
 
         assert tables.steps(0, find) == 1 + missing

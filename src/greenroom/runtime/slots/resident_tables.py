@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple
 
 from greenroom.core.cache.all_resident import AllResident
 from greenroom.core.pieces import Ints
 from greenroom.core.scheduler.scheduler import Scheduler
 
-# Arguments of compiled code, int64 each: the id of a layer's first expert; the addresses of four
-# tables (each expert's slot in the cache, the step of its last use, its number of requests, and the
-# memory slot of each slot of the cache); the number of this step.
-SlotTables: TypeAlias = "array[int]"
+
+class SlotTables(NamedTuple):
+    """Addresses of the int64 tables with all experts' slots.
+
+    first:     number of a layer's first expert in the next three tables
+    slot_of:   each expert's slot in the cache, negative if it is not loaded
+    last_used: the step of each expert's last use
+    requests:  each expert's number of uses
+    memory:    the memory slot of each slot of the cache
+    step:      the number of this step
+
+    The fields are those of the structure `SlotTables` in native/router.hpp.
+    """
+
+    first: int
+    slot_of: int
+    last_used: int
+    requests: int
+    memory: int
+    step: int
 
 
 class ResidentTables:
@@ -25,7 +40,7 @@ class ResidentTables:
     def __init__(self, scheduler: Scheduler, request_counts: Ints) -> None:
         self._scheduler, self._request_counts = scheduler, request_counts
         self._path: AllResident | None = None  # that owns the tables
-        self._tables: SlotTables
+        self._addresses: tuple[int, int, int, int]
 
     def steps(self, layer: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
         """Compute consecutive MoE layers by `find`, while all chosen experts are resident.
@@ -40,12 +55,15 @@ class ResidentTables:
         if (path := self._scheduler.all_resident_path) is None:
             return None
         if path is not self._path:
-            arrays = path.slot_of, path.used, self._request_counts, path.tier_slots
-            self._tables = array("q", [0, *(each.ctypes.data for each in arrays), 0])
+            self._addresses = (
+                path.slot_of.ctypes.data,
+                path.used.ctypes.data,
+                self._request_counts.ctypes.data,
+                path.tier_slots.ctypes.data,
+            )
             self._path = path
-        tables = self._tables
-        tables[0], tables[5] = self._scheduler.view.pieces.offsets[layer], path.steps + 1
-        counts = find(tables)
+        first = self._scheduler.view.pieces.offsets[layer]
+        counts = find(SlotTables(first, *self._addresses, path.steps + 1))
         for experts in counts:
             path.count(experts)
         return len(counts)

@@ -143,7 +143,9 @@ class OneTokenExperts:
 
         def region(tables: SlotTables) -> tuple[int, ...]:
             arguments[find_slots + choice.IDS] = index.data_ptr()
-            arguments[find_slots + choice.FIRST_PIECE : find_slots + choice.STEP + 1] = tables
+            arguments[find_slots + choice.FIRST_PIECE : find_slots + choice.STEP + 1] = array(
+                "q", tables
+            )
             self._find_slots_entry(base + 8 * find_slots, False)
             if not (count := arguments[find_slots + choice.EXPERT_COUNT]):
                 return ()
