@@ -143,6 +143,15 @@ INLINE Vector<T> lanes_of(Number number) {
     return load<T>(values);
 }
 
+// A register whose first half is one constant, and the second another.
+template <class T>
+INLINE Part<T> halves_of_part(T first, T second) {
+    constexpr int half = REGISTER / sizeof(T) / 2;
+    return [&]<int... I>(std::integer_sequence<int, I...>) INLINE_LAMBDA {
+        return Part<T>{(I < half ? first : second)...};
+    }(std::make_integer_sequence<int, 2 * half>{});
+}
+
 // Arithmetic, lane by lane.
 
 #define GREENROOM_OPERATOR(op)                                                          \
@@ -182,6 +191,33 @@ template <class T>
 INLINE Vector<T> operator>>(const Vector<T>& a, int bits) {
     Vector<T> result;
     each<PARTS>([&](auto p) INLINE_LAMBDA { result.part[p] = a.part[p] >> bits; });
+    return result;
+}
+
+template <class T>
+INLINE Vector<T> operator>>(const Vector<T>& a, const Vector<T>& bits) {
+    Vector<T> result;
+    each<PARTS>([&](auto p) INLINE_LAMBDA { result.part[p] = a.part[p] >> bits.part[p]; });
+    return result;
+}
+
+// Shift the first half of a vector by A bits and the second by B.
+template <int A, int B, class T>
+INLINE Vector<T> shift_left(const Vector<T>& a) {
+    if constexpr (PARTS == 1) return {a.part[0] << halves_of_part<T>(A, B)};
+    Vector<T> result;
+    each<PARTS>([&](auto p) INLINE_LAMBDA {
+        result.part[p] = a.part[p] << (p < PARTS / 2 ? A : B);
+    });
+    return result;
+}
+template <int A, int B, class T>
+INLINE Vector<T> shift_right(const Vector<T>& a) {
+    if constexpr (PARTS == 1) return {a.part[0] >> halves_of_part<T>(A, B)};
+    Vector<T> result;
+    each<PARTS>([&](auto p) INLINE_LAMBDA {
+        result.part[p] = a.part[p] >> (p < PARTS / 2 ? A : B);
+    });
     return result;
 }
 
@@ -304,6 +340,19 @@ INLINE Shorts load_shorts(const void* address) {
     return result;
 }
 
+// 32 bytes, for codes that become two vectors.
+typedef uint8_t HalfBytes __attribute__((vector_size(32)));
+typedef uint16_t HalfShorts __attribute__((vector_size(32)));
+
+// Convert the first, or the second, 16 of 32 bytes to 32-bit integers. T: uint8_t or int8_t.
+template <class T>
+INLINE Ints to_ints(const HalfBytes& bytes, int half) {
+    typedef uint8_t Quarter __attribute__((vector_size(16)));
+    Quarter both[2];
+    std::memcpy(both, &bytes, 32);
+    return load_ints<T>(&both[half]);
+}
+
 // Load 16 float16 as float32.
 INLINE Floats load_halves(const void* address) {
     Floats result;
@@ -374,16 +423,52 @@ INLINE Vector<T> halves(T first, T second) {
     return result;
 }
 
-// The vector whose lane i is numbers[index(i)], for 16 numbers in memory and a constant function.
-template <class Index>
+// The vector whose lane i is numbers[index(i)], for 4, 8 or 16 numbers in memory and a constant
+// function.
+template <int COUNT = 16, class Index>
 INLINE Floats spread(const float* numbers, Index index) {
+    Floats result;
+    each<PARTS>([&](auto p) INLINE_LAMBDA {
+        constexpr int lanes = REGISTER / 4, first = p * lanes;
+        constexpr bool equal = []<int... I>(std::integer_sequence<int, I...>) {
+            return ((Index{}(first + I) == Index{}(first)) && ...);
+        }(std::make_integer_sequence<int, lanes>{});
+        if constexpr (equal) {
+            result.part[p] = part_of(numbers[index(first)]);
+        } else {
+            constexpr auto all_lanes = std::make_integer_sequence<int, lanes>{};
+            [[maybe_unused]] auto picks = [&]<int... I>(std::integer_sequence<int, I...>) {
+                return Part<int32_t>{index(first + I)...};
+            }(all_lanes);
+            [[maybe_unused]] auto one_by_one = [&] {
+                return [&]<int... I>(std::integer_sequence<int, I...>) {
+                    return Part<float>{numbers[index(first + I)]...};
+                }(all_lanes);
+            };
 #if defined(__AVX512F__)
-    return {(Part<float>)_mm512_permutexvar_ps(
-        (__m512i)lanes_of<int32_t>([=](int i) { return index(i); }).part[0],
-        read<__m512>(numbers))};
+            if constexpr (COUNT == 4)
+                result.part[p] = _mm512_permutevar_ps(
+                    _mm512_broadcast_f32x4(read<__m128>(numbers)), (__m512i)picks);
+            else if constexpr (COUNT == 8)
+                result.part[p] = _mm512_permutexvar_ps(
+                    (__m512i)picks, _mm512_castps256_ps512(read<__m256>(numbers)));
+            else
+                result.part[p] = _mm512_permutexvar_ps((__m512i)picks, read<__m512>(numbers));
+#elif defined(__AVX2__)
+            if constexpr (COUNT == 4)
+                result.part[p] = _mm256_permutevar_ps(
+                    _mm256_broadcast_ps((const __m128*)numbers), (__m256i)picks);
+            else if constexpr (COUNT == 8)
+                result.part[p] =
+                    _mm256_permutevar8x32_ps(read<__m256>(numbers), (__m256i)picks);
+            else
+                result.part[p] = one_by_one();
 #else
-    return lanes_of<float>([=](int i) { return numbers[index(i)]; });
+            result.part[p] = one_by_one();
 #endif
+        }
+    });
+    return result;
 }
 
 // The vector of eight numbers in memory and eight times another number.

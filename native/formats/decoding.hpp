@@ -70,4 +70,16 @@ INLINE Weights decode_bytes(const uint8_t* codes, float scale) {
                               to_floats(load_ints<int8_t>(codes + LANES)) * scale);
 }
 
+// Take bits from each of 32 bytes: (byte >> shift) & mask.
+//
+// The shift is one of 16-bit numbers: the mask removes what comes from the neighbouring byte.
+INLINE HalfBytes bits_at(const uint8_t* address, int shift, uint8_t mask) {
+    return (HalfBytes)(read<HalfShorts>(address) >> shift) & mask;
+}
+
+// Shift each of 32 bytes below 16 to the left by four bits.
+INLINE HalfBytes sixteen_times(const HalfBytes& small) {
+    return (HalfBytes)((HalfShorts)small << 4);
+}
+
 }  // namespace greenroom

@@ -44,17 +44,23 @@ struct Inputs {
     Floats sums() const { return load<float>(at + 64 * 4); }  // for the minima
 };
 
-// Multiply codes with one half of an iteration's inputs, beginning with `start`.
-INLINE Ints times(const Bytes& codes, const Inputs& x, int half, const Ints& start) {
-    return (dot_bytes(Ints{}, codes, x.upper(half)) << 7) + dot_bytes(start, codes, x.lower(half));
-}
-
 // Both halves of 64 bytes of codes of four bits.
 struct Halves {
     Bytes low, high;
 };
 INLINE Halves split_bytes(const Bytes& raw) {
     return {raw & 15, as<uint8_t>(as<uint16_t>(raw) >> 4) & 15};
+}
+
+// Multiply codes with one half of an iteration's inputs.
+INLINE Ints times(const Bytes& codes, const Inputs& x, int half) {
+    return dot_bytes(dot_bytes(Ints{}, codes, x.upper(half)) << 7, codes, x.lower(half));
+}
+
+// Multiply codes with both halves of an iteration's inputs; lane i of both is one sum.
+INLINE Ints times(const Halves& codes, const Inputs& x) {
+    Ints upper = dot_bytes(dot_bytes(Ints{}, codes.low, x.upper(0)), codes.high, x.upper(1));
+    return dot_bytes(dot_bytes(upper << 7, codes.low, x.lower(0)), codes.high, x.lower(1));
 }
 
 // Load four scales, or minima, of an iteration's groups of 32 inputs, of which `left` inputs exist;
@@ -73,14 +79,11 @@ INLINE Floats four_scales(const float* scales, int64_t left, Spread spread) {
 template <Packing P, class Add>
 INLINE void joint_terms(
     const Row& row, int64_t at, const Inputs& x, int64_t left, const Halves& codes, Add add) {
-    Ints start{};
-    if constexpr (P.offset != 0) start = x.offsets();
-    Ints upper = dot_bytes(dot_bytes(Ints{}, codes.low, x.upper(0)), codes.high, x.upper(1));
-    Ints lower = dot_bytes(dot_bytes(start, codes.low, x.lower(0)), codes.high, x.lower(1));
-    add(constant<0>, to_floats((upper << 7) + lower),
-        four_scales(row.ready + at / 32, left, each_four_times));
+    Ints sums = times(codes, x);
+    if constexpr (P.offset != 0) sums = sums + x.offsets();
+    add(constant<0>, to_floats(sums), four_scales(row.ready + (at >> 5), left, each_four_times));
     if constexpr (P.minima != 0)
-        add(constant<0>, x.sums(), four_scales(row.minima() + at / 32, left, repeat_four));
+        add(constant<0>, x.sums(), four_scales(row.minima(at >> 5), left, repeat_four));
 }
 
 template <Packing P>
@@ -145,8 +148,8 @@ void pack(const float* x, int64_t inputs, uint8_t* out) {
             }
             Inputs packed{out};
             if constexpr (P.offset != 0) {
-                Ints first = times(all<uint8_t>(1), packed, 0, Ints{});
-                Ints second = times(all<uint8_t>(1), packed, 1, Ints{});
+                Ints first = times(all<uint8_t>(1), packed, 0);
+                Ints second = times(all<uint8_t>(1), packed, 1);
                 if constexpr (P.separate_halves) {
                     store(out + 256, first * -P.offset);
                     store(out + 320, second * -P.offset);

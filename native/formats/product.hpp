@@ -57,6 +57,11 @@ INLINE void multiply_tile(
     constexpr int unit = unit_of<F, INTEGERS>();
     constexpr int ahead_bytes = N * unit * F::block_bytes / F::block_inputs;
     int64_t inputs = call.inputs, whole = inputs & -unit;
+    Row local[N];  // not in memory
+    each<N>([&](auto n) INLINE_LAMBDA {
+        local[n] = rows[n];
+        local[n].inputs = inputs;
+    });
 
     auto iterate = [&](int64_t at, int64_t left, auto add) INLINE_LAMBDA {
         const uint8_t* place = ahead + at / unit * ahead_bytes;
@@ -67,13 +72,13 @@ INLINE void multiply_tile(
         if constexpr (INTEGERS) {
             Inputs packed{(const uint8_t*)x + at / unit * 64 * F::packing.vectors()};
             each<N>([&](auto n) INLINE_LAMBDA {
-                F::terms(rows[n], at, packed, left,
+                F::terms(local[n], at, packed, left,
                          [&](auto block, const Floats& sums, const Floats& scales) INLINE_LAMBDA {
                              add(n, block, sums, scales);
                          });
             });
         } else {
-            float_terms<F, T, N>(rows, (const float*)x, at, left, add);
+            float_terms<F, T, N>(local, (const float*)x, at, left, add);
         }
     };
 
@@ -82,10 +87,9 @@ INLINE void multiply_tile(
     if (call.block == 64) {
         auto blocks = [&](int64_t at, int64_t left) INLINE_LAMBDA {
             Floats sums[N][2] = {};
-            iterate(at, left,
-                    [&](auto n, auto block, const Floats& value, const Floats& factor) INLINE_LAMBDA {
-                        sums[n][block] = fma(value, factor, sums[n][block]);
-                    });
+            auto add = [&](auto n, auto block, const Floats& value, const Floats& factor)
+                INLINE_LAMBDA { sums[n][block] = fma(value, factor, sums[n][block]); };
+            iterate(at, left, add);
             each<N>([&](auto n) INLINE_LAMBDA {
                 if constexpr (unit == 64) {
                     totals[n] += lane_sum(sums[n][0]);

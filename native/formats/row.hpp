@@ -56,7 +56,8 @@ struct Row {
     const uint8_t* zero;
     const uint8_t* group;
 
-    float* minima() const { return ready + inputs / 16; }  // in float32, as many as scales
+    // The minima in float32, as many as scales, from number `first` on.
+    INLINE float* minima(int64_t first = 0) const { return ready + ((inputs >> 4) + first); }
 
     // Write 16 scales, or scales and minima, from number `at` of the row on. Only the powers of the
     // first `left` are read. No store is masked: a load soon after it would have to wait.
@@ -67,6 +68,11 @@ struct Row {
     INLINE void put(int64_t at, Floats scales, const Floats& lows, int64_t left) const {
         put(at, scales, left);
         store(minima() + at, lows);  // after the scales, whose last lanes may lie in its place
+    }
+    // Write the first eight of these.
+    INLINE void put_eight(int64_t at, Floats scales) const {
+        if (powers) scales = scales * joined(powers + at, 1.0f);
+        store_half(ready + at, scales, 0);
     }
 };
 

@@ -105,6 +105,23 @@ struct GgufMxfp4 : Blocks<17> {
     }
 };
 
+// scale * number of the code
+struct Iq4Nl : Blocks<18> {
+    static constexpr Packing packing{.run = 16, .offset = IQ4_OFFSET};
+
+    INLINE static void prepare(const Row& row) { prepare_halves_in_blocks<18>(row); }
+
+    template <class T>
+    INLINE static Weights decode(const Row& row, int64_t at) {
+        return decode_from_table<T>(codes(row, at), iq4_numbers(), row.ready[at / 32]);
+    }
+
+    template <class Add>
+    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t left, Add add) {
+        joint_terms<packing>(row, at, x, left, iq4_bytes(codes_of_four(row, at, left)), add);
+    }
+};
+
 // Codes of five bits in blocks of BYTES bytes.
 template <int BYTES>
 struct FiveBits {
@@ -206,3 +223,4 @@ FORMAT(q4_1, greenroom::Q4_1)
 FORMAT(q5_0, greenroom::Q5_0)
 FORMAT(q5_1, greenroom::Q5_1)
 FORMAT(gguf_mxfp4, greenroom::GgufMxfp4)
+FORMAT(iq4_nl, greenroom::Iq4Nl)

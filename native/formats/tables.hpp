@@ -20,6 +20,18 @@ INLINE Floats twice_e2m1(float eighth) {
     });
 }
 
+// The numbers of iq4_nl and iq4_xs, plus 127.
+constexpr int IQ4_OFFSET = 127;
+constexpr uint8_t IQ4[16] = {0,   23,  44,  62,  78,  92,  105, 117,
+                             128, 140, 152, 165, 180, 196, 216, 240};
+
+INLINE Halves iq4_bytes(const Halves& codes) {
+    return {look_up(IQ4, codes.low), look_up(IQ4, codes.high)};
+}
+INLINE Floats iq4_numbers() {
+    return lanes_of<float>([](int i) { return (float)(IQ4[i] - IQ4_OFFSET); });
+}
+
 // The type to which e2m1 numbers times powers of two are rounded: they are exact in bfloat16.
 template <class T>
 using Exact = std::conditional_t<std::is_same_v<T, BFloat16>, float, T>;

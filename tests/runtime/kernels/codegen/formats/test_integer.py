@@ -50,16 +50,6 @@ def test_results_are_near_those_of_unrounded_weights(style: Style) -> None:
     )
 
 
-@pytest.mark.parametrize("style", [BY_NAME["q6_k"]], ids=str)
-def test_results_are_near_on_a_processor_without_integer_products(
-    style: Style, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(codes, "INTEGERS", False)
-    case = coded(style)
-    near(case, 1, 1e-6)
-    assert not any(m.packs_input for m in layer_plan(case.layer).matrices)
-
-
 @pytest.mark.parametrize("style", INTEGER_PRODUCTS, ids=str)
 def test_bits_do_not_depend_on_threads_groups_and_slots(style: Style) -> None:
     case = coded(style, torch.bfloat16)
