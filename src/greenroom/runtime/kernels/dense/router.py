@@ -16,7 +16,6 @@ as those of predictors do, this forward is called, so that hooks do not change t
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
-from greenroom.runtime.kernels.codegen.entries import layers
 from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
@@ -51,10 +49,9 @@ class RouterCall:
         self.ids = torch.empty(1, router.top_k, dtype=torch.int64)
         self.weights = torch.empty(1, router.top_k, dtype=router.dtype)
         self._products = router.products_memory()  # faster than torch.empty
-        product = array("q", router.product_arguments)
-        product[layers.X], product[layers.OUT] = x, ctypes.addressof(self._products)
-        choice = self._choice = router.copy_choice(router.choice)
-        choice.logits = product[layers.OUT]
+        product, choice = router.copy_product(router.product), router.copy_choice(router.choice)
+        product.x, product.out = x, ctypes.addressof(self._products)
+        self._choice, choice.logits = choice, product.out
         choice.ids, choice.weights = self.ids.data_ptr(), self.weights.data_ptr()
         self.stages: tuple[sequence.Stage, ...] = (
             (router.multiply, product),
@@ -109,14 +106,10 @@ class CompiledRouter:
         self._check.require_no_hooks(module)
         self.multiply = kernel_entry("gemv", self.weight.dtype)
         self.select = kernel_entry("select", self.weight.dtype)
-        self.product_arguments = array("q", [0] * (layers.OUT_WIDE + 1))
-        self.product_arguments[layers.W], self.product_arguments[layers.X_ROWS] = (
-            self.weight.data_ptr(),
-            1,
-        )
-        self.product_arguments[layers.W_ROWS], self.product_arguments[layers.W_COLUMNS] = (
-            self.weight.shape
-        )
+        linear = library().structure("LinearCall")
+        self.copy_product = linear.from_buffer_copy
+        self.product = linear(matrix=self.weight.data_ptr(), rows=1)
+        self.product.outputs, self.product.inputs = self.weight.shape
         self.products_memory = ctypes.c_byte * (len(self.weight) * self.weight.itemsize)
         structure = library().structure("Choice")
         self.copy_choice = structure.from_buffer_copy
