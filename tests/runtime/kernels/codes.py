@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from greenroom.core.layout import BLOCKS, SlotLayout
 from greenroom.runtime.encodings import ENCODINGS
-from greenroom.runtime.kernels.codegen.formats.families import FORMATS
 from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.matrix import has_format
 from tests.ggml_blocks import GGML, sane_scales
 from tests.runtime.kernels.toys import EXPERTS, ToySlots
 
@@ -34,7 +34,7 @@ class Style:
 
 
 STYLES = (
-    *(Style(name) for name in GGML if name in FORMATS),
+    *(Style(name) for name in GGML if has_format(name)),
     Style("gguf_nvfp4_scaled"),
     Style("mxfp4", "uint8"),
     Style("nvfp4", "float8_e4m3fn", (1, 16)),

@@ -112,15 +112,27 @@ PACKED_BYTES = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 
 def _format(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Format, int]:
     """Return (a matrix's format, bytes of an input row that is packed for it; 0: not packed)."""
-    name = _name(weight)
+    name = format_name(weight)
     round_weights = name == PLAIN or (rounded and not is_exact(weight, dtype))
     kind = str(dtype).removeprefix("torch.") if round_weights else "float32"
-    symbol = f"format_{name.replace('.', '_').replace('/', '_')}_{kind}"
-    if address := library().address(symbol):
+    if address := library().address(format_symbol(name, kind)):
         form = Format.from_address(address)
         return form, PACKED_BYTES(form.packed_bytes)(weight.shape[1])
     entry, packed = _product(weight, dtype, rounded)
     return _wrapped(entry), packed
+
+
+def format_symbol(name: str, kind: str) -> str:
+    """Return the symbol of a format in the library of kernels.
+
+    kind: type that weights are rounded to, or float32
+    """
+    return f"format_{name.replace('.', '_').replace('/', '_')}_{kind}"
+
+
+def has_format(name: str) -> bool:
+    """Check that compiled kernels have a format."""
+    return name in FORMATS or library().address(format_symbol(name, "float32")) > 0
 
 
 @cache
@@ -132,7 +144,7 @@ def _wrapped(entry: KernelEntry) -> Format:
 
 def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[KernelEntry, int]:
     """Return (a matrix's product, bytes of an input row that is packed for it; 0: not packed)."""
-    name = _name(weight)
+    name = format_name(weight)
     integers = FORMATS[name].integers if codes.INTEGERS else None
     if name == PLAIN or (rounded and not is_exact(weight, dtype)):
         mask = _SHORT.get(name, 0) if dtype is torch.bfloat16 else 0
@@ -141,8 +153,8 @@ def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Ker
     return kernel_entry(encoded.product, torch.float32, name, 0, packed > 0), packed
 
 
-def _name(weight: WeightSpec) -> str:
-    """Return the name under which a matrix's expander is registered, if there is one."""
+def format_name(weight: WeightSpec) -> str:
+    """Return the name of a matrix's format."""
     if weight.encoding in AFFINE:
         return affine_name(weight.encoding, weight.parts[0].dtype, weight.parts[1].dtype)
     if weight.encoding == "int4" and weight.shape[1] // weight.parts[1].shape[1] != GROUP:
@@ -171,8 +183,8 @@ def unsupported_reason(weight: WeightSpec) -> str:
     The reason is the encoding, with the size that does not fit if the encoding is known, such as
     "fp8 with 100 inputs".
     """
-    name, (rows, columns) = _name(weight), weight.shape
-    if name not in FORMATS:
+    name, (rows, columns) = format_name(weight), weight.shape
+    if not has_format(name):
         return weight.encoding
     if columns % GROUP:
         return f"{weight.encoding} with {columns} inputs"

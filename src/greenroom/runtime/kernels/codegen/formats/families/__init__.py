@@ -7,15 +7,13 @@ from greenroom.runtime.kernels.codegen.formats.families import (
     codebook,
     fp4,
     groups,
-    k_quants,
-    nonlinear,
     simple,
 )
 from greenroom.runtime.kernels.codegen.formats.format import Format
 
 FORMATS: dict[str, Format] = {
     name: form
-    for family in (groups, affine, fp4, simple, k_quants, nonlinear, codebook)
+    for family in (groups, affine, fp4, simple, codebook)
     for name, form in family.FORMATS.items()
 }
 

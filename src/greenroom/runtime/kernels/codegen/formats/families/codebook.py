@@ -21,7 +21,6 @@ from greenroom.runtime.kernels.codegen.formats.expand import (
     bits_at,
     sliced,
 )
-from greenroom.runtime.kernels.codegen.formats.families.k_quants import in_super_block
 from greenroom.runtime.kernels.codegen.formats.format import Format
 from greenroom.runtime.kernels.codegen.formats.scales import Row
 from greenroom.runtime.kernels.codegen.llvm.constants import constant_table
@@ -41,6 +40,14 @@ RUNS = [i // 8 for i in range(32)]  # of 8 weights
 Codes = Callable[[Row, Value, int], Value]  # 32 weights as int8, before their scale
 
 # Codebooks and signs.
+
+
+def in_super_block(row: Row, at: Value, width: int) -> tuple[Value, Value]:
+    """Find the GGUF block of 256 inputs, and the block's quarter, with input `at`.
+
+    Blocks have `width` bytes. Return (address of the block, number of the quarter: 0 to 3).
+    """
+    return row.codes + (at >> 8) * width, (at >> 6) & 3
 
 
 def entries(name: str, index: Sequence[Value], factor: int = 1) -> Value:
