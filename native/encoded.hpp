@@ -6,12 +6,14 @@
 
 namespace greenroom {
 
-// An encoded matrix: its format, its layout, and the address that the layout's offsets begin at.
-SHARED(EncodedMatrix,
+// A matrix. If it is plain, its format is null and `base` is the address of its weights; if it is
+// encoded, the offsets in its layout begin at `base`.
+SHARED(Matrix,
     const Format* format;
     const Layout* layout;
     const uint8_t* base;
 )
+using EncodedMatrix = Matrix;
 
 INLINE const uint8_t* row_codes(const Layout& layout, const uint8_t* base, int64_t first) {
     return base + layout.codes + first * layout.row_bytes;
@@ -28,7 +30,7 @@ INLINE T* aligned(T* address) {
 // integers are there, or null; the new one is returned, for the next call. next: codes that are
 // prefetched, since they are read next.
 INLINE const float* multiply_row(
-    const EncodedMatrix& matrix, int64_t K, int64_t first, int64_t rows, int64_t block, bool carry,
+    const Matrix& matrix, int64_t K, int64_t first, int64_t rows, int64_t block, bool carry,
     const float* x, float* out, uint8_t* scratch, const float* packed, const uint8_t* next) {
     uint8_t* place = aligned(scratch);
     int64_t room = matrix.layout->packed_bytes;
@@ -47,7 +49,7 @@ INLINE const float* multiply_row(
 
 // Decode rows of an encoded matrix to scratch memory, as float32 [rows, K], and return them.
 INLINE const float* expanded_rows(
-    const EncodedMatrix& matrix, int64_t K, int64_t first, int64_t rows, uint8_t* scratch) {
+    const Matrix& matrix, int64_t K, int64_t first, int64_t rows, uint8_t* scratch) {
     float* place = (float*)aligned(scratch);
     RowsCall call{matrix.base, matrix.layout, K, first, rows, K, 0, nullptr, place,
                   (uint8_t*)(place + rows * K), nullptr};

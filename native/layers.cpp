@@ -18,7 +18,7 @@ template <class T>
 void multiply_plain(LinearCall& p) {
     const int64_t N = p.outputs, K = p.inputs;
     for (int64_t n0; (n0 = claim(p.cursor) * UNIT) < N;) {
-        const T* w = (const T*)p.matrix + n0 * K;
+        const T* w = (const T*)p.matrix->base + n0 * K;
         const T* bias = part<T>(p.bias, n0);
         T* out = (T*)p.out + n0;
         const int64_t n = least(UNIT, N - n0);
@@ -37,7 +37,7 @@ void multiply_plain(LinearCall& p) {
 
 template <class T>
 void multiply_encoded(LinearCall& p) {
-    const EncodedMatrix& matrix = *(const EncodedMatrix*)p.matrix;
+    const Matrix& matrix = *p.matrix;
     const int64_t N = p.outputs, K = p.inputs;
     float* x = (float*)thread_scratch(p);  // [rows, K]
     uint8_t* scratch = (uint8_t*)(x + p.rows * K);
@@ -56,6 +56,11 @@ void multiply_encoded(LinearCall& p) {
 }
 
 template <class T>
+void multiply(LinearCall& p) {
+    p.matrix->format ? multiply_encoded<T>(p) : multiply_plain<T>(p);
+}
+
+template <class T>
 void expand(ExpandCall& p) {
     uint8_t* scratch = thread_scratch(p);
     const int64_t step = p.index ? 1 : FEW;
@@ -68,6 +73,5 @@ void expand(ExpandCall& p) {
 
 }  // namespace
 
-KERNELS(gemv, LinearCall, multiply_plain)
-KERNELS(gemv_encoded, LinearCall, multiply_encoded)
+KERNELS(linear, LinearCall, multiply)
 KERNELS(expand_rows, ExpandCall, expand)

@@ -12,24 +12,24 @@ constexpr int64_t UNIT = 64;  // weight rows that a thread claims at a time
 // out [rows, outputs] = x [rows, inputs] @ matrix [outputs, inputs].T + bias, of the model's type.
 SHARED(LinearCall,
     int64_t cursor;
-    const void* matrix;  // gemv: the weights; gemv_encoded: an EncodedMatrix
+    const Matrix* matrix;
     int64_t outputs;
     int64_t inputs;
     const void* x;
     void* out;  // may be null if there are `sums`
     const void* bias;  // or null
     int64_t rows;
+    const float* wide;  // x in float32, if rows of a plain matrix serve several tokens; or null
+    float* sums;  // with `wide`: the sums in float32 [rows, outputs]
     int64_t ticket;
-    uint8_t* scratch;  // gemv_encoded: `stride` bytes for each thread
+    uint8_t* scratch;  // for an encoded matrix: `stride` bytes for each thread
     int64_t stride;
-    const float* wide;  // gemv: x in float32, for several rows or for no `out`; or null
-    float* sums;  // gemv, with `wide`: the sums in float32 [rows, outputs]
 )
 
 // out [rows, columns] = some rows of an encoded matrix, decoded to the model's type.
 SHARED(ExpandCall,
     int64_t cursor;
-    const EncodedMatrix* matrix;
+    const Matrix* matrix;
     int64_t rows;
     int64_t columns;
     int64_t first;

@@ -13,6 +13,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from ctypes import addressof
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 
 from greenroom.core.layout import BLOCKS, SlotLayout
 from greenroom.runtime.encodings import ENCODINGS
-from greenroom.runtime.kernels.codegen.entries import layers
 from greenroom.runtime.kernels.codegen.formats import encoded
 from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS
 from greenroom.runtime.kernels.cpu import CpuKernel, layer_plan
@@ -33,6 +33,7 @@ from greenroom.runtime.kernels.dense.stored import StoredMatrix
 from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.matrix import MatrixProduct, unsupported_reason
+from greenroom.runtime.kernels.native.library import library
 from tests.runtime.kernels.codes import STYLES, Coded, Style, tensors_of
 from tests.runtime.kernels.dense.test_attention import FITTING, make
 from tests.runtime.kernels.toys import DTYPES, compute, experts, inputs, layer_of
@@ -182,11 +183,12 @@ def of_linear(dtype: torch.dtype, width: int, outputs: int) -> Iterator[Case]:
         yield f"linear {name}", Outcome(forward(x), want, 2e-2)
         out = torch.from_numpy(walled(4 * count * outputs)).view(torch.float32)
         wide = moved(x.float())
-        arguments = array("q", [0] * (layers.OUT_WIDE + 1))
-        arguments[layers.W], arguments[layers.W_ROWS] = layer.weight.data_ptr(), outputs
-        arguments[layers.W_COLUMNS], arguments[layers.X_ROWS] = width, count
-        arguments[layers.X_WIDE], arguments[layers.OUT_WIDE] = wide.data_ptr(), out.data_ptr()
-        kernel_entry("gemv", dtype)(arguments.buffer_info()[0], False)
+        record = stored.MatrixRecord(layer.weight)
+        call = library().structure("LinearCall")(
+            matrix=record.address, outputs=outputs, inputs=width, rows=count
+        )
+        call.wide, call.sums = wide.data_ptr(), out.data_ptr()
+        kernel_entry("linear", dtype)(addressof(call), False)
         yield f"scores {name}", Outcome(out.view(count, outputs), want - layer.bias.double(), 1e-3)
 
 

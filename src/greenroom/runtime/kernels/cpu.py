@@ -31,12 +31,13 @@ from greenroom.core.layout import PLAIN
 from greenroom.runtime.kernels import base, eager
 from greenroom.runtime.kernels.activation import Activation, find_activation
 from greenroom.runtime.kernels.base import Kernel
-from greenroom.runtime.kernels.codegen.entries import expert_group, gating, layers, products
+from greenroom.runtime.kernels.codegen.entries import expert_group, gating, products
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
 from greenroom.runtime.kernels.launch.sequence import bits
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.matrix import products_of
+from greenroom.runtime.kernels.native.library import library
 from greenroom.runtime.kernels.routing import Routing
 
 _ALL = 1 << 62
@@ -241,22 +242,17 @@ class CpuStep(base.KernelStep):
     def _compute_one_token(self, plan: CpuLayerPlan, group: array[int]) -> None:
         """Compute one token's only group, the sum over its experts and the residual sum."""
         arguments, result, _weights = self.sum_arguments(plan)
-        stages, residual = (
-            [(plan.group_entry, group), (plan.combine_entry, arguments)],
-            self.residual,
-        )
+        stages: list[sequence.Stage] = [
+            (plan.group_entry, group),
+            (plan.combine_entry, arguments),
+        ]
+        residual = self.residual
         if residual is not None:
             hidden = residual.shape[-1]
-            norm_arguments = array("q", [0] * layers.NORM_ARGUMENTS)
-            norm_arguments[layers.N_X], norm_arguments[layers.N_Y] = (
-                residual.data_ptr(),
-                result.data_ptr(),
-            )
-            norm_arguments[layers.N_SUM], norm_arguments[layers.N_COLUMNS] = (
-                result.data_ptr(),
-                hidden,
-            )
-            stages.append((plan.norm_entry, norm_arguments))
+            norm = library().structure("NormCall")()
+            norm.x, norm.y, norm.columns = residual.data_ptr(), result.data_ptr(), hidden
+            norm.sum = norm.y
+            stages.append((plan.norm_entry, norm))
         sequence.run(stages)
         self.result = result
 

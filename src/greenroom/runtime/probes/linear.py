@@ -7,9 +7,9 @@ the function, are recognised by the router's results for random inputs.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Hashable, Iterator
 from copy import copy
+from ctypes import addressof
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from greenroom.core.predictor import Inputs
-from greenroom.runtime.kernels.codegen.entries import layers
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
+from greenroom.runtime.kernels.native.library import library
 from greenroom.runtime.probes.routers import Router
 
 Floats = NDArray[np.float32]
@@ -87,13 +87,11 @@ class Linear:
             result: Floats = product.float().numpy()
             return result
         out = torch.empty((len(x), experts), dtype=torch.float32)
-        arguments = array("q", [0] * (layers.OUT_WIDE + 1))
-        arguments[layers.W : layers.W_COLUMNS + 1] = array(
-            "q", (weight.data_ptr(), experts, hidden)
-        )
-        arguments[layers.X_ROWS] = len(x)
-        arguments[layers.X_WIDE], arguments[layers.OUT_WIDE] = _address(x), out.data_ptr()
-        kernel_entry("gemv", weight.dtype)(arguments.buffer_info()[0], False)
+        matrix, call = library().structure("Matrix")(), library().structure("LinearCall")()
+        matrix.base, call.matrix = weight.data_ptr(), addressof(matrix)
+        call.outputs, call.inputs = experts, hidden
+        call.rows, call.wide, call.sums = len(x), _address(x), out.data_ptr()
+        kernel_entry("linear", weight.dtype)(addressof(call), False)
         scored: Floats = out.numpy()
         return scored
 

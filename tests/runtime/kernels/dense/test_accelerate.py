@@ -11,16 +11,16 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from greenroom.runtime.kernels.codegen.entries import layers as compiled
+from greenroom.runtime.kernels.dense import norms
 from greenroom.runtime.kernels.dense.accelerate import accelerate, norm_style
 from tests.runtime.kernels.toys import experts
 
 DTYPES = (torch.bfloat16, torch.float16)
 
 NORMS = {
-    Qwen3MoeRMSNorm: compiled.ROUND_THEN_SCALE,
-    GptOssRMSNorm: compiled.SCALE_IN_FLOAT,
-    Gemma3RMSNorm: compiled.ONE_PLUS_IN_FLOAT,
+    Qwen3MoeRMSNorm: norms.ROUND_THEN_SCALE,
+    GptOssRMSNorm: norms.SCALE_IN_FLOAT,
+    Gemma3RMSNorm: norms.ONE_PLUS_IN_FLOAT,
 }
 
 

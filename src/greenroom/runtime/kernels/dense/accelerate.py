@@ -14,8 +14,8 @@ float32 modules stay torch's: another order of summation would be the only diffe
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator
+from ctypes import addressof
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from greenroom.runtime.kernels.dense.stored import (
     thread_scratch,
 )
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
-from greenroom.runtime.kernels.launch.sequence import bits
+from greenroom.runtime.kernels.native.library import library
 
 FEW = 16  # tokens
 _SERIAL = 1 << 17  # so many weights are not worth starting a second thread
@@ -217,13 +217,12 @@ def linear_forward(
     grad, empty = torch.is_grad_enabled, torch.empty
     matrix: Any = weight if stored is None else stored
     (N, K), dtype = matrix.shape, matrix.dtype
-    record = None if stored is None else MatrixRecord(stored, rounded)
-    enter, wide, limit = (
-        kernel_entry("gemv" if record is None else "gemv_encoded", dtype),
-        N * K > _SERIAL,
-        FEW * K,
-    )
-    stride = 0 if record is None else 4 * limit + product_scratch(K)
+    record = MatrixRecord(matrix, rounded)
+    enter, wide, limit = kernel_entry("linear", dtype), N * K > _SERIAL, FEW * K
+    stride = 0 if stored is None else 4 * limit + product_scratch(K)
+    structure = library().structure("LinearCall")
+    template = structure(matrix=record.address, outputs=N, inputs=K, stride=stride)
+    copied = structure.from_buffer_copy
 
     @outside_graphs
     def forward(input: Tensor) -> Tensor:
@@ -241,19 +240,18 @@ def linear_forward(
             or input.shape[-1] != K
         ):
             return original(module, input) if stored is None else multiply_many(input, stored, bias)
-        out, floats, sums = empty((*input.shape[:-1], N), dtype=dtype), None, None
-        if record is None and size > K:
-            floats, sums = input.float(), empty(size // K, N)
-        arguments = array(
-            "q",
-            (
-                *(0, matrix.data_ptr() if record is None else record.address, N, K),
-                *(input.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()),
-                *(size // K, 0, thread_scratch(stride) if stride else 0, stride),
-                *(0 if each is None else each.data_ptr() for each in (floats, sums)),
-            ),
-        )
-        enter(arguments.buffer_info()[0], wide)
+        out, call = empty((*input.shape[:-1], N), dtype=dtype), copied(template)
+        call.x, call.out, call.rows = input.data_ptr(), out.data_ptr(), size // K
+        if bias is not None:
+            call.bias = bias.data_ptr()
+        if stride:
+            call.scratch = thread_scratch(stride)
+        else:
+            record.point_to(matrix)
+            if size > K:
+                floats, sums = input.float(), empty(size // K, N)
+                call.wide, call.sums = floats.data_ptr(), sums.data_ptr()
+        enter(addressof(call), wide)
         return out
 
     return forward
@@ -326,7 +324,8 @@ def norm_forward(module: nn.Module, style: int, eps: float) -> Forward:
     weight: Tensor = parameters["weight"]  # type: ignore[assignment]
     dtype, n = weight.dtype, weight.numel()
     enter, limit = kernel_entry("add_and_norm", dtype), 1 << 14
-    epsilon = bits(eps)
+    structure = library().structure("NormCall")
+    template, copied = structure(columns=n, eps=eps, style=style), structure.from_buffer_copy
     empty_like, grad = torch.empty_like, torch.is_grad_enabled
 
     @outside_graphs
@@ -341,15 +340,10 @@ def norm_forward(module: nn.Module, style: int, eps: float) -> Forward:
             or x.shape[-1] != n
         ):
             return original(module, x)
-        out = empty_like(x)
-        arguments = array(
-            "q",
-            (
-                *(0, x.data_ptr(), 0, 0, out.data_ptr(), weight.data_ptr()),
-                *(n, epsilon, style, size // n - 1),
-            ),
-        )
-        enter(arguments.buffer_info()[0], False)
+        out, call = empty_like(x), copied(template)
+        call.x, call.out, call.more = x.data_ptr(), out.data_ptr(), size // n - 1
+        call.weight = weight.data_ptr()
+        enter(addressof(call), False)
         return out
 
     return forward

@@ -110,7 +110,7 @@ class OneTokenAttention:
             self.check.require_no_hooks(part)
         self._verdict_key = type(module), self.dtype, style
         by_code = any_stored(weights)
-        self._records = [MatrixRecord(weight, rounded) for weight in weights] if by_code else []
+        self._records = [MatrixRecord(each, rounded, True) for each in weights] if by_code else []
         matrices = [each.address for each in self._records] or [w.data_ptr() for w in weights]
         inputs = max(self.hidden, self.heads * self.width)
         self.stride = 4 * inputs + product_scratch(inputs) if by_code else 0

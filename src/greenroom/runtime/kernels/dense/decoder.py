@@ -10,7 +10,6 @@ called one by one.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from greenroom.runtime.kernels.dense.patterns import find_router
 from greenroom.runtime.kernels.dense.router import CompiledRouter, RouterCall
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
-from greenroom.runtime.kernels.launch.sequence import bits
+from greenroom.runtime.kernels.native.library import library
 
 # (experts module, x [1, H], index, weights [1, K], residual) -> residual + the experts' result
 AddExperts = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -99,9 +98,9 @@ class FusedDecoderLayer:
         for part in (*norms, attention.module):
             self._parts_check.require_no_hooks(part)
         self._norm_entry = kernel_entry("add_and_norm", attention.dtype)
+        self._norm = library().structure("NormCall")
         self._input_norm, self._post_norm = (
-            self._norm_arguments(norm.weight, style)
-            for norm, style in zip(norms, styles, strict=True)
+            self._norm_call(norm.weight, style) for norm, style in zip(norms, styles, strict=True)
         )
         self._add_experts = add_experts
         self._router_name, self._experts, self._shape = self._find_experts()
@@ -116,14 +115,11 @@ class FusedDecoderLayer:
     def _attention_name(self) -> str:
         return next(n for n, part in self._layer._modules.items() if part is self.attention.module)
 
-    def _norm_arguments(self, weight: Tensor, style: Style) -> array[int]:
-        arguments = array("q", [0] * layers.NORM_ARGUMENTS)
-        arguments[layers.N_WEIGHT], arguments[layers.N_COLUMNS] = (
-            weight.data_ptr(),
-            self.attention.hidden,
-        )
-        arguments[layers.N_STYLE], arguments[layers.N_EPS] = style[0], bits(style[1])
-        return arguments
+    def _norm_call(self, weight: Tensor, style: Style) -> Any:
+        """Make the constant part of a norm's call."""
+        kind, eps = style
+        columns = self.attention.hidden
+        return self._norm(weight=weight.data_ptr(), columns=columns, style=kind, eps=eps)
 
     def _find_experts(self) -> tuple[str, nn.Module | None, tuple[int, ...]]:
         """Return (router name, experts, shape of the router's input) of a plain MoE block."""
@@ -337,10 +333,11 @@ class FusedDecoderLayer:
         attention = self.attention
         normed = work.data_ptr() + 4 * (work.numel() - attention.hidden)
         attended = normed + attention.hidden * x.itemsize
-        input_norm, post_norm = array("q", self._input_norm), array("q", self._post_norm)
-        input_norm[layers.N_X], input_norm[layers.N_OUT] = x.data_ptr(), normed
-        post_norm[layers.N_X], post_norm[layers.N_Y] = input_norm[layers.N_X], attended
-        post_norm[layers.N_SUM], post_norm[layers.N_OUT] = total.data_ptr(), out.data_ptr()
+        copied = self._norm.from_buffer_copy
+        input_norm, post_norm = copied(self._input_norm), copied(self._post_norm)
+        input_norm.x, input_norm.out = x.data_ptr(), normed
+        post_norm.x, post_norm.y = input_norm.x, attended
+        post_norm.sum, post_norm.out = total.data_ptr(), out.data_ptr()
         stages = attention.stages(normed, positions, view, work, attended)
         return (self._norm_entry, input_norm), *stages, (self._norm_entry, post_norm)
 

@@ -9,7 +9,8 @@ from inspect import signature
 import torch
 from torch import Tensor, nn
 
-from greenroom.runtime.kernels.codegen.entries import layers
+# How an RMSNorm applies its weight to the normalised value (native/norms.hpp).
+ROUND_THEN_SCALE, SCALE_IN_FLOAT, ONE_PLUS_IN_FLOAT = range(3)
 
 
 def _normalise(x: Tensor, eps: float) -> Tensor:
@@ -18,9 +19,9 @@ def _normalise(x: Tensor, eps: float) -> Tensor:
 
 
 NORMS: dict[int, Callable[[Tensor, Tensor, float], Tensor]] = {
-    layers.ROUND_THEN_SCALE: lambda x, w, eps: w * _normalise(x, eps).to(x.dtype),
-    layers.SCALE_IN_FLOAT: lambda x, w, eps: (w.float() * _normalise(x, eps)).to(x.dtype),
-    layers.ONE_PLUS_IN_FLOAT: lambda x, w, eps: ((1 + w.float()) * _normalise(x, eps)).to(x.dtype),
+    ROUND_THEN_SCALE: lambda x, w, eps: w * _normalise(x, eps).to(x.dtype),
+    SCALE_IN_FLOAT: lambda x, w, eps: (w.float() * _normalise(x, eps)).to(x.dtype),
+    ONE_PLUS_IN_FLOAT: lambda x, w, eps: ((1 + w.float()) * _normalise(x, eps)).to(x.dtype),
 }
 
 

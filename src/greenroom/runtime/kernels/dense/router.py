@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.dense.module_check import ModuleCheck
+from greenroom.runtime.kernels.dense.stored import MatrixRecord
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.native.library import library
@@ -104,11 +105,12 @@ class CompiledRouter:
         self._check = ModuleCheck()
         self._check.require_weight(module)
         self._check.require_no_hooks(module)
-        self.multiply = kernel_entry("gemv", self.weight.dtype)
+        self.multiply = kernel_entry("linear", self.weight.dtype)
         self.select = kernel_entry("select", self.weight.dtype)
         linear = library().structure("LinearCall")
         self.copy_product = linear.from_buffer_copy
-        self.product = linear(matrix=self.weight.data_ptr(), rows=1)
+        self._matrix = MatrixRecord(self.weight)
+        self.product = linear(matrix=self._matrix.address, rows=1)
         self.product.outputs, self.product.inputs = self.weight.shape
         self.products_memory = ctypes.c_byte * (len(self.weight) * self.weight.itemsize)
         structure = library().structure("Choice")

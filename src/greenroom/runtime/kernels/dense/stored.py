@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import addressof
 from typing import Any
 
 import torch
@@ -16,14 +17,15 @@ from torch import Tensor, nn
 
 from greenroom.core.layout import ALIGNMENT, SlotLayout, TensorSpec, WeightSpec
 from greenroom.runtime.encodings import ENCODINGS
-from greenroom.runtime.kernels.codegen.entries import layers
 from greenroom.runtime.kernels.codegen.formats.encoded import FRAME_ARGUMENTS
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.matrix import MatrixProduct, unsupported_reason
+from greenroom.runtime.kernels.native.library import library
 
 STORED = "_greenroom_stored"  # name of a module's attribute
 EXPANDED = 32 << 20  # bytes expanded at a time, for many tokens
 CHUNK = 1 << 20  # weights decoded at a time
+FEW = 8  # rows that a thread expands at a time (native/layers.cpp)
 _DTYPES = {torch.bfloat16, torch.float16}
 _local = threading.local()
 
@@ -124,15 +126,18 @@ class StoredMatrix:
             self._expanding = MatrixRecord(self, rounded=True)
         columns = self.shape[1]
         out = torch.empty(count, columns, dtype=self.dtype)
-        stride = 4 * layers.FEW * columns + product_scratch(columns)
-        arguments = array("q", [0] * (layers.E_STRIDE + 1))
-        arguments[layers.E_MATRIX], arguments[layers.E_ROWS] = self._expanding.address, count
-        arguments[layers.E_COLUMNS], arguments[layers.E_FIRST] = columns, first
-        arguments[layers.E_INDEX] = index.buffer_info()[0] if index else 0
-        arguments[layers.E_OUT] = out.data_ptr()
-        arguments[layers.E_SCRATCH], arguments[layers.E_STRIDE] = thread_scratch(stride), stride
-        enter = kernel_entry("expand_rows", self.dtype)
-        enter(arguments.buffer_info()[0], count * columns > 1 << 17)
+        stride = 4 * FEW * columns + product_scratch(columns)
+        call = library().structure("ExpandCall")(
+            matrix=self._expanding.address,
+            rows=count,
+            columns=columns,
+            first=first,
+            index=index.buffer_info()[0] if index else None,
+            out=out.data_ptr(),
+            scratch=thread_scratch(stride),
+            stride=stride,
+        )
+        kernel_entry("expand_rows", self.dtype)(addressof(call), count * columns > 1 << 17)
         return out
 
 
@@ -170,21 +175,29 @@ class JoinedMatrix:
 
 
 class MatrixRecord:
-    """The description of a weight matrix that compiled kernels read, at `address`.
+    """The description of a weight matrix that compiled kernels read, at `address`."""
 
-    It is three int64: addresses of the compiled product, of the matrix's layout and of its bytes.
-    """
-
-    def __init__(self, weight: Tensor | StoredMatrix, rounded: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor | StoredMatrix, rounded: bool = False, coded: bool = False
+    ) -> None:
         """Describe a weight matrix, encoded or plain, for compiled kernels.
 
-        `rounded`: kernels round its encoded weights to the model's type before use.
+        rounded: kernels round its encoded weights to the model's type before use
+        coded: plain weights are read by the code of a format, too
         """
-        spec = weight.spec if isinstance(weight, StoredMatrix) else _plain(weight)
-        self._matrix = MatrixProduct(spec, weight.dtype, rounded)
-        base = weight.address if isinstance(weight, StoredMatrix) else weight.data_ptr()
-        self._arguments = array("q", [*self._matrix.arguments, base])
-        self.address = self._arguments.buffer_info()[0]
+        self._record = library().structure("Matrix")()
+        self.address = addressof(self._record)
+        if coded or isinstance(weight, StoredMatrix):
+            spec = weight.spec if isinstance(weight, StoredMatrix) else _plain(weight)
+            self._product = MatrixProduct(spec, weight.dtype, rounded)
+            self._record.format, self._record.layout = self._product.arguments
+        self.point_to(weight)
+
+    def point_to(self, weight: Tensor | StoredMatrix) -> None:
+        """Describe a matrix of the same form in other memory."""
+        self._record.base = (
+            weight.address if isinstance(weight, StoredMatrix) else weight.data_ptr()
+        )
 
 
 def _plain(weight: Tensor) -> WeightSpec:

@@ -39,17 +39,18 @@ def batch_stage(
     entry: the variant of the kernel for several tokens
     wide, out: addresses of float32 inputs and outputs with a row per token; 0: none
     """
-    addresses = map(address_of, token_arguments)
-    arguments = array("q", (0, 0, len(token_arguments), wide, out, 0, *addresses))
-    arguments[5] = arguments.buffer_info()[0] + 8 * 6
-    return entry, arguments
+    structure = library().structure("TokensCall")
+    nbytes = ctypes.sizeof(structure)
+    arguments = array("q", [*bytes(nbytes // 8), *map(address_of, token_arguments)])
+    call = structure.from_buffer(arguments)
+    call.tokens, call.wide, call.out = len(token_arguments), wide, out
+    call.calls = ctypes.addressof(call) + nbytes  # the list follows in the same memory
+    return entry, call
 
 
 def run(stages: Sequence[Stage]) -> None:
     """Run kernel calls one after another, each on all of torch's threads."""
-    addresses = array("q")
-    for entry, argument in stages:
-        addresses.append(entry.address)
-        addresses.append(address_of(argument))
-    call = library().structure("StagesCall")(len(stages), BARRIER, addresses.buffer_info()[0])
+    addresses = array("q", [n for entry, arg in stages for n in (entry.address, address_of(arg))])
+    call = library().structure("StagesCall")()
+    call.count, call.barrier, call.stages = len(stages), BARRIER, addresses.buffer_info()[0]
     kernel_entry("run_stages")(ctypes.addressof(call))

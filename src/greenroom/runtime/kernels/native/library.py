@@ -80,7 +80,9 @@ class Library:
             if not (address := self.address(f"fields_of_{name}")):
                 raise AttributeError(f"the library has no structure {name}")
             text = ctypes.string_at(address).decode()
-            kind = type(name, (ctypes.Structure,), {"_fields_": self.fields(text)})
+            # Without slots, a misspelt field would be set in the instance's dict.
+            parts = {"__slots__": (), "_fields_": self.fields(text)}
+            kind = type(name, (ctypes.Structure,), parts)
             nbytes = ctypes.c_int64.from_address(self.address(f"bytes_of_{name}")).value
             assert ctypes.sizeof(kind) == nbytes, f"{name}: {ctypes.sizeof(kind)}, not {nbytes}"
             self._structures[name] = kind
