@@ -651,6 +651,15 @@ INLINE Pairs pairs(const Floats& a, const Floats& b) {
 #endif
 }
 
+// The same with a total of 0, in one instruction.
+INLINE Ints dot_shorts(const Shorts& codes, const Shorts& x) {
+#if defined(__AVX512BW__)
+    return {(Part<int32_t>)_mm512_madd_epi16((__m512i)codes.part[0], (__m512i)x.part[0])};
+#else
+    return dot_shorts(Ints{}, codes, x);
+#endif
+}
+
 // Store the first, or the second, eight lanes of a vector.
 INLINE void store_half(float* address, const Floats& a, int half) {
 #if defined(__AVX512F__)

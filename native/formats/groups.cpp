@@ -43,7 +43,7 @@ struct Int8 {
 
     template <class Add>
     INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t, Add add) {
-        Ints sums = dot_shorts(Ints{}, load_shorts(row.codes + at), x.shorts(0));
+        Ints sums = dot_shorts(load_shorts(row.codes + at), x.shorts(0));
         sums = dot_shorts(sums, load_shorts(row.codes + at + 32), x.shorts(1));
         add(constant<0>, to_floats(sums), all(row.ready[at / 64]));
     }

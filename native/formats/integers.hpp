@@ -118,6 +118,26 @@ INLINE float pack_group(const float* x, int32_t* integers) {
                            : std::bit_cast<float>((bounded - top) << 23);
 }
 
+// Write the bytes of an iteration's integers: upper, then lower ones, each in two halves.
+template <Packing P>
+INLINE void store_bytes(const int32_t* integers, int8_t* out) {
+    int8_t upper[128], lower[128];
+    for (int i = 0; i < 128; i++) upper[i] = (int8_t)(integers[i] >> 7);
+    for (int i = 0; i < 128; i++) lower[i] = (int8_t)(integers[i] & 127);
+    if constexpr (P.run == 1) {
+        for (int i = 0; i < 64; i++) out[i] = upper[2 * i];
+        for (int i = 0; i < 64; i++) out[64 + i] = upper[2 * i + 1];
+        for (int i = 0; i < 64; i++) out[128 + i] = lower[2 * i];
+        for (int i = 0; i < 64; i++) out[192 + i] = lower[2 * i + 1];
+    } else {
+        each<128 / P.run>([&](auto r) INLINE_LAMBDA {
+            int place = r % 2 * 64 + r / 2 * P.run;
+            std::memcpy(out + place, upper + r * P.run, P.run);
+            std::memcpy(out + 128 + place, lower + r * P.run, P.run);
+        });
+    }
+}
+
 // Convert an input row to integers.
 template <Packing P>
 void pack(const float* x, int64_t inputs, uint8_t* out) {
@@ -138,14 +158,7 @@ void pack(const float* x, int64_t inputs, uint8_t* out) {
             for (int i = 0; i < unit; i++) shorts[i] = (int16_t)integers[i];
             continue;
         } else {
-            int8_t* upper = (int8_t*)out;
-            int8_t* lower = upper + 128;
-            int order[unit];  // of the inputs in the two halves
-            for (int i = 0, places[2] = {0, 64}; i < unit; i++) order[places[i / P.run % 2]++] = i;
-            for (int i = 0; i < unit; i++) {
-                upper[i] = (int8_t)(integers[order[i]] >> 7);
-                lower[i] = (int8_t)(integers[order[i]] & 127);
-            }
+            store_bytes<P>(integers, (int8_t*)out);
             Inputs packed{out};
             if constexpr (P.offset != 0) {
                 Ints first = times(all<uint8_t>(1), packed, 0);

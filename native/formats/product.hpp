@@ -123,12 +123,11 @@ INLINE int64_t shared_row(int64_t row, int64_t rows_per_row) {
     return rows_per_row == 1 ? row : row / rows_per_row;
 }
 
-// The number n row of a call, with its scales in float32.
-template <class F>
-INLINE Row prepared_row(const RowsCall& call, int64_t n, int place, const float* powers) {
+// Row number n of a call. Its scales have a place of their own in the scratch memory.
+INLINE Row row_of_call(const RowsCall& call, int64_t n, int place, const float* powers) {
     const Layout& layout = *call.layout;
     int64_t row = call.first + n;
-    Row result{
+    return {
         call.slot + layout.codes + row * layout.row_bytes,
         (float*)(call.scratch + place * (call.inputs / 2 + 64)),
         call.inputs,
@@ -138,14 +137,15 @@ INLINE Row prepared_row(const RowsCall& call, int64_t n, int place, const float*
         call.slot + layout.zeros + shared_row(row, layout.rows_per_zero) * layout.zero_row_bytes,
         call.slot + layout.groups + shared_row(row, layout.rows_per_group) * layout.group_row_bytes,
     };
-    F::prepare(result);
-    return result;
 }
 
 template <class F, class T>
 void expand(RowsCall* call) {
-    for (int64_t n = 0; n < call->rows; n++)
-        expand_row<F, T>(prepared_row<F>(*call, n, 0, nullptr), call->out + n * call->inputs);
+    for (int64_t n = 0; n < call->rows; n++) {
+        Row row = row_of_call(*call, n, 0, nullptr);
+        F::prepare(row);
+        expand_row<F, T>(row, call->out + n * call->inputs);
+    }
 }
 
 template <class F, class T, bool INTEGERS>
@@ -155,14 +155,18 @@ void multiply(RowsCall* call) {
     const int64_t row_bytes = call->layout->row_bytes;
     int64_t n = 0;
     for (; n + ROWS_AT_ONCE <= call->rows; n += ROWS_AT_ONCE) {
-        Row rows[ROWS_AT_ONCE];
-        for (int i = 0; i < ROWS_AT_ONCE; i++) rows[i] = prepared_row<F>(*call, n + i, i, powers);
+        for (int i = 0; i < ROWS_AT_ONCE; i++) F::prepare(row_of_call(*call, n + i, i, powers));
+        Row rows[ROWS_AT_ONCE];  // made again: only the addresses that are used after `prepare`
+        each<ROWS_AT_ONCE>([&](auto i) INLINE_LAMBDA {
+            rows[i] = row_of_call(*call, n + i, i, powers);
+        });
         bool more = n + ROWS_AT_ONCE < call->rows;
         const uint8_t* ahead = more ? rows[0].codes + ROWS_AT_ONCE * row_bytes : call->next;
         multiply_tile<F, T, ROWS_AT_ONCE, INTEGERS>(rows, call->x, *call, ahead, call->out + n);
     }
     for (; n < call->rows; n++) {
-        Row row = prepared_row<F>(*call, n, 0, powers);
+        Row row = row_of_call(*call, n, 0, powers);
+        F::prepare(row);
         multiply_tile<F, T, 1, INTEGERS>(&row, call->x, *call, row.codes + row_bytes, call->out + n);
     }
 }

@@ -208,7 +208,7 @@ struct Q8_0 {
         const uint8_t* first = row.codes + at / 32 * block_bytes + 2;
         each<2>([&](auto i) INLINE_LAMBDA {
             if (left <= 32 * i) return;
-            Ints sums = dot_shorts(Ints{}, load_shorts(first + block_bytes * i), x.shorts(i));
+            Ints sums = dot_shorts(load_shorts(first + block_bytes * i), x.shorts(i));
             add(constant<0>, to_floats(sums), all(row.ready[at / 32 + i]));
         });
     }
