@@ -48,11 +48,11 @@ int64_t top_scores(const float* scores, int64_t n, int64_t most, Scored* best) {
 
 // The order of torch's topk among equal scores.
 //
-// A router's logits are rounded to eight bits, so one choice in twenty ends between equal scores: too
-// often to return to Python for it. torch's order is that of libstdc++'s std::nth_element (a
-// partition around the median of three, repeated) and insertion sort of the elements before the nth.
-// The algorithm is written out because other standard libraries have other ones, and torch's build,
-// not this one, decides. Trials show whether it is torch's (dense/router.py).
+// A router's logits are rounded to eight bits, so one choice in twenty ends between equal scores:
+// too often to return to Python for it. torch's order is that of libstdc++'s std::nth_element (a
+// partition around the median of three, repeated) and insertion sort of the elements before the
+// nth. The algorithm is written out because other standard libraries have other ones, and torch's
+// build, not this one, decides. Trials show whether it is torch's (dense/router.py).
 
 INLINE void swap(Scored& a, Scored& b) {
     Scored first = a;
@@ -109,8 +109,8 @@ bool select_largest(Scored* scores, int64_t n, int64_t top_k) {
 }
 
 // Choose the experts with the largest softmax scores. `chosen` stays 0 if torch must choose: the
-// last chosen score equals the next one and torch's order is unknown, a logit is NaN, the largest is
-// infinite, or the experts are too many.
+// last chosen score equals the next one and torch's order is unknown, a logit is NaN, the largest
+// is infinite, or the experts are too many.
 template <class T>
 void choose_experts(Choice& p) {
     if (claim(p.cursor) != 0 || p.experts > MOST_EXPERTS) return;

@@ -1,7 +1,7 @@
 // Vectors of 64 bytes, on AVX-512, AVX2 and NEON.
 //
-// A vector has 16 lanes of float32 on every processor. Where registers are shorter it is two or four
-// of them. So sums are taken in the same order everywhere, and a result has the same bits.
+// A vector has 16 lanes of float32 on every processor. Where registers are shorter it is two or
+// four of them. So sums are taken in the same order everywhere, and a result has the same bits.
 #pragma once
 
 #include <bit>
@@ -233,18 +233,21 @@ INLINE Vector<T> as(const Vector<U>& a) {
 template <class T, class C>
 INLINE Vector<T> choose(const Vector<C>& condition, const Vector<T>& a, const Vector<T>& b) {
     Vector<T> result;
-    each<PARTS>([&](auto p) INLINE_LAMBDA { result.part[p] = condition.part[p] ? a.part[p] : b.part[p]; });
+    each<PARTS>([&](auto p) INLINE_LAMBDA {
+        result.part[p] = condition.part[p] ? a.part[p] : b.part[p];
+    });
     return result;
 }
 
 template <class T>
-using Condition = Vector<std::conditional_t<sizeof(T) == 4, int32_t, std::conditional_t<sizeof(T) == 2, int16_t, int8_t>>>;
+using Condition = Vector<std::conditional_t<
+    sizeof(T) == 4, int32_t, std::conditional_t<sizeof(T) == 2, int16_t, int8_t>>>;
 
 #define GREENROOM_COMPARISON(name, op)                                                         \
     template <class T>                                                                         \
     INLINE Condition<T> name(const Vector<T>& a, const Vector<T>& b) {                         \
         Condition<T> result;                                                                   \
-        each<PARTS>([&](auto p) INLINE_LAMBDA { result.part[p] = a.part[p] op b.part[p]; });        \
+        each<PARTS>([&](auto p) INLINE_LAMBDA { result.part[p] = a.part[p] op b.part[p]; }); \
         return result;                                                                         \
     }                                                                                          \
     template <class T>                                                                         \
@@ -293,7 +296,9 @@ INLINE Floats fma(const Floats& a, const Floats& b, const Floats& c) {
 
 INLINE Floats to_floats(const Ints& a) {
     Floats result;
-    each<PARTS>([&](auto p) INLINE_LAMBDA { result.part[p] = __builtin_convertvector(a.part[p], Part<float>); });
+    each<PARTS>([&](auto p) INLINE_LAMBDA {
+        result.part[p] = __builtin_convertvector(a.part[p], Part<float>);
+    });
     return result;
 }
 
@@ -307,14 +312,20 @@ INLINE Ints load_ints(const void* address) {
         __m512i wide;
         if constexpr (std::is_same_v<T, uint8_t>) wide = _mm512_cvtepu8_epi32(read<__m128i>(place));
         if constexpr (std::is_same_v<T, int8_t>) wide = _mm512_cvtepi8_epi32(read<__m128i>(place));
-        if constexpr (std::is_same_v<T, uint16_t>) wide = _mm512_cvtepu16_epi32(read<__m256i>(place));
-        if constexpr (std::is_same_v<T, int16_t>) wide = _mm512_cvtepi16_epi32(read<__m256i>(place));
+        if constexpr (std::is_same_v<T, uint16_t>)
+            wide = _mm512_cvtepu16_epi32(read<__m256i>(place));
+        if constexpr (std::is_same_v<T, int16_t>)
+            wide = _mm512_cvtepi16_epi32(read<__m256i>(place));
 #elif defined(__AVX2__)
         __m256i wide;
-        if constexpr (std::is_same_v<T, uint8_t>) wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)place));
-        if constexpr (std::is_same_v<T, int8_t>) wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)place));
-        if constexpr (std::is_same_v<T, uint16_t>) wide = _mm256_cvtepu16_epi32(read<__m128i>(place));
-        if constexpr (std::is_same_v<T, int16_t>) wide = _mm256_cvtepi16_epi32(read<__m128i>(place));
+        if constexpr (std::is_same_v<T, uint8_t>)
+            wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)place));
+        if constexpr (std::is_same_v<T, int8_t>)
+            wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)place));
+        if constexpr (std::is_same_v<T, uint16_t>)
+            wide = _mm256_cvtepu16_epi32(read<__m128i>(place));
+        if constexpr (std::is_same_v<T, int16_t>)
+            wide = _mm256_cvtepi16_epi32(read<__m128i>(place));
 #else
         typedef T Short __attribute__((vector_size(REGISTER / 4 * sizeof(T))));
         auto wide = __builtin_convertvector(read<Short>(place), Part<int32_t>);
@@ -402,7 +413,9 @@ INLINE Vector<T> load_twice(const void* address) {
     return as<T>(Vector<int64_t>{(Part<int64_t>)_mm512_broadcast_i64x4(read<__m256i>(address))});
 #else
     Vector<T> result;
-    each<PARTS>([&](auto p) INLINE_LAMBDA { result.part[p] = read<Part<T>>((const char*)address + (p % (PARTS / 2)) * REGISTER); });
+    each<PARTS>([&](auto p) INLINE_LAMBDA {
+        result.part[p] = read<Part<T>>((const char*)address + (p % (PARTS / 2)) * REGISTER);
+    });
     return result;
 #endif
 }
@@ -412,7 +425,9 @@ template <class T>
 INLINE Vector<T> halves(T first, T second) {
     Vector<T> result;
     if constexpr (PARTS > 1)
-        each<PARTS>([&](auto p) INLINE_LAMBDA { result.part[p] = part_of(p < PARTS / 2 ? first : second); });
+        each<PARTS>([&](auto p) INLINE_LAMBDA {
+            result.part[p] = part_of(p < PARTS / 2 ? first : second);
+        });
 #if defined(__AVX512F__)
     else if constexpr (sizeof(T) == 4)
         result.part[0] = (Part<T>)_mm512_mask_blend_ps(
@@ -538,7 +553,8 @@ INLINE FourFloats lane_sums(const Floats& a, const Floats& b, const Floats& c, c
 #else
     auto four = [](const Floats& v, const Floats& w) INLINE_LAMBDA {
         __m256 x = _mm256_add_ps(v.part[0], v.part[1]), y = _mm256_add_ps(w.part[0], w.part[1]);
-        return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+        return _mm256_add_ps(
+            _mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
     };
     __m256 ab = four(a, b), cd = four(c, d);
     __m256 two = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
@@ -666,7 +682,9 @@ INLINE void store_half(float* address, const Floats& a, int half) {
     __m256 eight = half ? _mm512_extractf32x8_ps(a.part[0], 1) : _mm512_castps512_ps256(a.part[0]);
     std::memcpy(address, &eight, 32);
 #else
-    each<PARTS / 2>([&](auto p) INLINE_LAMBDA { std::memcpy((char*)address + p * REGISTER, &a.part[half * PARTS / 2 + p], REGISTER); });
+    each<PARTS / 2>([&](auto p) INLINE_LAMBDA {
+        std::memcpy((char*)address + p * REGISTER, &a.part[half * PARTS / 2 + p], REGISTER);
+    });
 #endif
 }
 

@@ -17,8 +17,9 @@ namespace greenroom {
 
 // How a format multiplies integers. A loop iteration takes `unit` inputs of a row.
 struct Packing {
-    int run = 0;           // inputs are stored as two bytes; runs of so many inputs alternate between
-                           // the two halves of an iteration's 128 inputs. 0: 64 inputs as int16
+    int run = 0;           // inputs are stored as two bytes; runs of so many inputs alternate
+                           // between the two halves of an iteration's 128 inputs. 0: 64 inputs as
+                           // int16
     int shift = 5;         // a row has one float32 scale for 2^shift inputs
     int offset = 0;        // a weight is scale * factor * (code - offset), minus its minimum
     float factor = 1;

@@ -266,8 +266,8 @@ struct Q2K {
 };
 
 // Codes of four bits that index a table: 16 bytes with codes i and i + 16 for each group of 32. A
-// float16 factor, and eight scales of six bits plus 32: 2 bytes hold their high two bits, the next 4
-// bytes their low four bits.
+// float16 factor, and eight scales of six bits plus 32: 2 bytes hold their high two bits, the next
+// 4 bytes their low four bits.
 struct Iq4Xs {
     static constexpr int block_inputs = 256, block_bytes = 136;
     static constexpr Packing packing{.run = 16, .offset = IQ4_OFFSET};
