@@ -167,7 +167,8 @@ void multiply(RowsCall* call) {
     for (; n < call->rows; n++) {
         Row row = row_of_call(*call, n, 0, powers);
         F::prepare(row);
-        multiply_tile<F, T, 1, INTEGERS>(&row, call->x, *call, row.codes + row_bytes, call->out + n);
+        const uint8_t* ahead = row.codes + row_bytes;
+        multiply_tile<F, T, 1, INTEGERS>(&row, call->x, *call, ahead, call->out + n);
     }
 }
 
