@@ -589,14 +589,21 @@ INLINE TwoSums half_sums(const Floats& a) {
 // Products of integers.
 
 // Add to lane i the products of bytes 4 i to 4 i + 3. Codes have no sign, x has one.
+// No code is larger than LARGEST.
+template <int LARGEST = 255>
 INLINE Ints dot_bytes(Ints total, const Bytes& codes, const SignedBytes& x) {
     each<PARTS>([&](auto p) INLINE_LAMBDA {
 #if defined(__AVX512VNNI__)
         total.part[p] = (Part<int32_t>)_mm512_dpbusd_epi32(
             (__m512i)total.part[p], (__m512i)codes.part[p], (__m512i)x.part[p]);
 #elif defined(__AVX2__)
-        // Even and odd bytes apart: exact for all codes, where _mm256_maddubs_epi16 saturates.
         __m256i c = (__m256i)codes.part[p], v = (__m256i)x.part[p];
+        if constexpr (LARGEST < 128) {
+            total.part[p] += (Part<int32_t>)_mm256_madd_epi16(
+                _mm256_maddubs_epi16(c, v), _mm256_set1_epi16(1));
+            return;
+        }
+        // Even and odd bytes apart: _mm256_maddubs_epi16 saturates.
         __m256i even = _mm256_madd_epi16(_mm256_and_si256(c, _mm256_set1_epi16(255)),
                                          _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8));
         __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(c, 8), _mm256_srai_epi16(v, 8));

@@ -66,7 +66,7 @@ struct Neighbours {
 
 // scale * (code - 8)
 struct Int4 : Neighbours {
-    static constexpr Packing packing{.run = 1, .offset = 8};
+    static constexpr Packing packing{.run = 1, .offset = 8, .largest = 15};
 
     INLINE static void prepare(const Row& row) {
         prepare_contiguous<uint16_t>(row, 5, load_halves);
@@ -95,7 +95,8 @@ struct Int4Wide : Neighbours {
 
 // scale * number of the code
 struct Mxfp4 : Neighbours {
-    static constexpr Packing packing{.run = 1, .offset = TWICE_E2M1_OFFSET, .factor = 0.5f};
+    static constexpr Packing packing{
+        .run = 1, .offset = TWICE_E2M1_OFFSET, .factor = 0.5f, .largest = 24};
 
     // The scales are e8m0 numbers: 2^(e - 127); 255 is NaN.
     INLINE static void prepare(const Row& row) {

@@ -24,6 +24,7 @@ struct Packing {
     int offset = 0;        // a weight is scale * factor * (code - offset), minus its minimum
     float factor = 1;
     bool separate_halves = false;  // are the sums of the two halves kept apart?
+    int largest = 255;     // code; products of codes below 128 take fewer instructions
     int minima = 0;        // number of minima of an iteration
     const int* minimum_lanes = nullptr;  // the lane of each minimum's sum of inputs
 
@@ -53,15 +54,20 @@ INLINE Halves split_bytes(const Bytes& raw) {
     return {raw & 15, as<uint8_t>(as<uint16_t>(raw) >> 4) & 15};
 }
 
-// Multiply codes with one half of an iteration's inputs.
+// Multiply codes, none above LARGEST, with one half of an iteration's inputs.
+template <int LARGEST = 255>
 INLINE Ints times(const Bytes& codes, const Inputs& x, int half) {
-    return dot_bytes(dot_bytes(Ints{}, codes, x.upper(half)) << 7, codes, x.lower(half));
+    Ints upper = dot_bytes<LARGEST>(Ints{}, codes, x.upper(half));
+    return dot_bytes<LARGEST>(upper << 7, codes, x.lower(half));
 }
 
 // Multiply codes with both halves of an iteration's inputs; lane i of both is one sum.
+template <int LARGEST = 255>
 INLINE Ints times(const Halves& codes, const Inputs& x) {
-    Ints upper = dot_bytes(dot_bytes(Ints{}, codes.low, x.upper(0)), codes.high, x.upper(1));
-    return dot_bytes(dot_bytes(upper << 7, codes.low, x.lower(0)), codes.high, x.lower(1));
+    Ints upper = dot_bytes<LARGEST>(Ints{}, codes.low, x.upper(0));
+    upper = dot_bytes<LARGEST>(upper, codes.high, x.upper(1));
+    Ints lower = dot_bytes<LARGEST>(upper << 7, codes.low, x.lower(0));
+    return dot_bytes<LARGEST>(lower, codes.high, x.lower(1));
 }
 
 // Load four scales, or minima, of an iteration's groups of 32 inputs, of which `left` inputs exist;
@@ -80,7 +86,7 @@ INLINE Floats four_scales(const float* scales, int64_t left, Spread spread) {
 template <Packing P, class Add>
 INLINE void joint_terms(
     const Row& row, int64_t at, const Inputs& x, int64_t left, const Halves& codes, Add add) {
-    Ints sums = times(codes, x);
+    Ints sums = times<P.largest>(codes, x);
     if constexpr (P.offset != 0) sums = sums + x.offsets();
     add(constant<0>, to_floats(sums), four_scales(row.ready + (at >> 5), left, each_four_times));
     if constexpr (P.minima != 0)

@@ -45,7 +45,7 @@ struct Blocks {
 
 // scale * (code - 8)
 struct Q4_0 : Blocks<18> {
-    static constexpr Packing packing{.run = 16, .offset = 8};
+    static constexpr Packing packing{.run = 16, .offset = 8, .largest = 15};
 
     INLINE static void prepare(const Row& row) { prepare_halves_in_blocks<18>(row); }
 
@@ -62,7 +62,8 @@ struct Q4_0 : Blocks<18> {
 
 // scale * code + minimum
 struct Q4_1 : Blocks<20> {
-    static constexpr Packing packing{.run = 16, .minima = 4, .minimum_lanes = FOUR_MINIMA};
+    static constexpr Packing packing{
+        .run = 16, .largest = 15, .minima = 4, .minimum_lanes = FOUR_MINIMA};
 
     INLINE static void prepare(const Row& row) { prepare_pairs_in_blocks<20>(row); }
 
@@ -82,7 +83,7 @@ struct Q4_1 : Blocks<20> {
 
 // scale * number of the code
 struct GgufMxfp4 : Blocks<17> {
-    static constexpr Packing packing{.run = 16, .offset = TWICE_E2M1_OFFSET};
+    static constexpr Packing packing{.run = 16, .offset = TWICE_E2M1_OFFSET, .largest = 24};
 
     // The scales are halves of e8m0 numbers: 2^(e - 128).
     INLINE static void prepare(const Row& row) {
@@ -153,7 +154,7 @@ struct FiveBits {
 
 // scale * (code - 16)
 struct Q5_0 : FiveBits<22> {
-    static constexpr Packing packing{.run = 16, .offset = 16};
+    static constexpr Packing packing{.run = 16, .offset = 16, .largest = 31};
 
     INLINE static void prepare(const Row& row) { prepare_halves_in_blocks<22>(row); }
 
@@ -172,7 +173,8 @@ struct Q5_0 : FiveBits<22> {
 
 // scale * code + minimum
 struct Q5_1 : FiveBits<24> {
-    static constexpr Packing packing{.run = 16, .minima = 4, .minimum_lanes = FOUR_MINIMA};
+    static constexpr Packing packing{
+        .run = 16, .largest = 31, .minima = 4, .minimum_lanes = FOUR_MINIMA};
 
     INLINE static void prepare(const Row& row) { prepare_pairs_in_blocks<24>(row); }
 
