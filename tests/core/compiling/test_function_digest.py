@@ -129,7 +129,6 @@ from greenroom.core.compiling.function_digest import FunctionDigest
 from greenroom.policies import POLICIES
 from greenroom.runtime.kernels.codegen.entries import expert_group
 from greenroom.runtime.kernels.codegen.formats import encoded
-from greenroom.runtime.kernels.codegen.entries import heads
 from greenroom.runtime.kernels.codegen.formats.families import FORMATS
 from greenroom.runtime.kernels.codegen.jit import WITNESS
 from greenroom.sim.replay import _bound_loop
@@ -139,7 +138,6 @@ for name, policy in POLICIES.items():
         key = f"{name} {function.py_func.__name__}"
         found[key] = FunctionDigest.of(function.py_func)
 kernels = [(expert_group.compute_group, 0, 0), (expert_group.combine,)]
-kernels += [(heads.attend, 0), (heads.project, 0)]
 for kernel, *options in kernels:
     for dtype, witness in WITNESS.items():
         found[f"{kernel.__name__} {dtype}"] = FunctionDigest.of(kernel(witness, *options))

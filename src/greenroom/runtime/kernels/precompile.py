@@ -29,12 +29,10 @@ _child: subprocess.Popen[bytes] | None = None
 
 def compile_all(dtype: str) -> None:
     """Compile the CPU kernels for unencoded matrices of one weight type, such as bfloat16."""
-    from greenroom.runtime.kernels.codegen.entries import expert_group, heads
+    from greenroom.runtime.kernels.codegen.entries import expert_group
     from greenroom.runtime.kernels.codegen.jit import machine_code
 
     machine_code(expert_group.compute_group, dtype, False, False)
-    for dense in (heads.project, heads.attend):
-        machine_code(dense, dtype, False)
     for small in (expert_group.combine,):
         machine_code(small, dtype)
     with suppress(OSError):  # a read-only folder keeps no marker

@@ -11,7 +11,7 @@ Whether a class is of the common kind is tested once, by comparison with its own
 
 from __future__ import annotations
 
-from array import array
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
-from greenroom.runtime.kernels.codegen.entries import heads
-from greenroom.runtime.kernels.codegen.llvm.target import LANES
 from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 from greenroom.runtime.kernels.dense.stored import (
     MatrixRecord,
@@ -32,13 +30,14 @@ from greenroom.runtime.kernels.dense.stored import (
 )
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
-from greenroom.runtime.kernels.launch.sequence import bits
+from greenroom.runtime.kernels.native.library import library
 
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
 BATCHED_ATTENTION = "greenroom_sdpa"  # replaces sdpa in passes with several sequences
 _IMPLEMENTATIONS = {"sdpa", BATCHED_ATTENTION}
 _TRIED_CONTEXT = 37  # tokens
+_LANES = 16  # of a vector in native/simd.hpp; the width of a head is a multiple
 # Largest relative distance to the class's own forward that rounding explains.
 _NEAR = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -65,11 +64,6 @@ Reserve = Callable[[Any, int], "KeyValueView | None"]
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _make_arguments(count: int, values: dict[int, int]) -> array[int]:
-    """Make an array of int64 arguments; those without a value are 0."""
-    return array("q", [values.get(index, 0) for index in range(count)])
 
 
 class OneTokenAttention:
@@ -114,58 +108,58 @@ class OneTokenAttention:
         matrices = [each.address for each in self._records] or [w.data_ptr() for w in weights]
         inputs = max(self.hidden, self.heads * self.width)
         self.stride = 4 * inputs + product_scratch(inputs) if by_code else 0
-        self._project = kernel_entry(heads.project, self.dtype, by_code)
-        self._attend = kernel_entry(heads.attend, self.dtype, by_code)
-        self._project_template = self._constant_project_arguments(parts, matrices[:3], style)
-        self._attend_template = _make_arguments(
-            heads.ATTEND_ARGUMENTS,
-            {
-                heads.A_WIDTH: self.width,
-                heads.A_KV_HEADS: self.kv_heads,
-                heads.GROUP: self.heads // self.kv_heads,
-                heads.SCALE: bits(attention.scaling),
-                heads.A_W: matrices[3],
-                heads.A_ROWS: weights[3].shape[0],
-                heads.A_BIAS: _address(parts[_LINEAR[3]].bias),
-                heads.A_STRIDE: self.stride,
-            },
+        self._kernels = "_encoded" if by_code else ""  # end of their names
+        self._project = kernel_entry(f"project{self._kernels}", self.dtype)
+        self._attend = kernel_entry(f"attend{self._kernels}", self.dtype)
+        self._project_template = self._make_project_call(parts, matrices[:3], style)
+        output: Any = parts[_LINEAR[3]]
+        self._attend_template = library().structure("AttendCall")(
+            width=self.width,
+            key_heads=self.kv_heads,
+            group=self.heads // self.kv_heads,
+            scale=attention.scaling,
+            matrix=matrices[3],
+            outputs=weights[3].shape[0],
+            bias=_address(output.bias),
+            stride=self.stride,
         )
 
-    def _constant_project_arguments(
+    def _make_project_call(
         self, parts: dict[str, Any], matrices: Sequence[int], style: Style | None
-    ) -> array[int]:
-        """Make the constant arguments of `project`."""
-        code, eps = style or (0, 0.0)
-        arguments = _make_arguments(
-            heads.PROJECT_ARGUMENTS,
-            {
-                heads.HIDDEN: self.hidden,
-                heads.Q_HEADS: self.heads,
-                heads.KV_HEADS: self.kv_heads,
-                heads.WIDTH: self.width,
-                heads.EPS: bits(eps),
-                heads.STYLE: code,
-                heads.STRIDE: self.stride,
-            },
-        )
+    ) -> Any:
+        """Make the call of `project` with the values that are the same for all tokens."""
+        how, eps = style or (0, 0.0)
         norms = parts.get("q_norm"), parts.get("k_norm"), None
         counts = self.heads, self.kv_heads, self.kv_heads
+        heads: list[Any] = []
         for which, (linear, norm, count) in enumerate(zip(_LINEAR[:3], norms, counts, strict=True)):
             bias = parts[linear].bias
-            arguments.extend(self._head_arguments(matrices[which], bias, norm, count, which < 2))
-        return arguments
+            heads.extend(self._make_heads(matrices[which], bias, norm, count, which < 2))
+        self._heads = (library().structure("Head") * len(heads))(*heads)
+        return library().structure("ProjectCall")(
+            hidden=self.hidden,
+            query_heads=self.heads,
+            key_heads=self.kv_heads,
+            width=self.width,
+            eps=eps,
+            style=how,
+            stride=self.stride,
+            heads=ctypes.addressof(self._heads),
+        )
 
-    def _head_arguments(
+    def _make_heads(
         self, matrix: int, bias: Tensor | None, norm: Any, count: int, rotated: bool
-    ) -> Iterator[int]:
-        """Yield the arguments of a projection's heads."""
-        first = _address(bias)
-        for head in range(count):
-            yield matrix
-            yield head * self.width
-            yield first and first + head * self.width * self.dtype.itemsize
-            yield _address(norm.weight) if norm else 0
-            yield int(rotated)
+    ) -> Iterator[Any]:
+        """Describe the heads of one projection for the kernel `project`."""
+        biases, nbytes = _address(bias), self.width * self.dtype.itemsize
+        for number in range(count):
+            yield library().structure("Head")(
+                matrix=matrix,
+                first=number * self.width,
+                bias=biases and biases + number * nbytes,
+                norm=_address(norm.weight) if norm else 0,
+                rotated=rotated,
+            )
 
     def accepts(self, x: Tensor, positions: Any, mask: Any, cache: Any) -> bool:
         """Check that compiled code can compute a call of the attention module."""
@@ -208,7 +202,7 @@ class OneTokenAttention:
 
     def __call__(self, x: Tensor, positions: Positions, cache: Any) -> Tensor:
         """Return the attention's output for one token x [1, 1, hidden], and extend the KV cache."""
-        out = torch.empty(1, 1, self._attend_template[heads.A_ROWS], dtype=self.dtype)
+        out = torch.empty(1, 1, self._attend_template.outputs, dtype=self.dtype)
         view = self.reserve(cache)
         if view is not None:
             work = self.workspace(view.tokens)
@@ -216,15 +210,15 @@ class OneTokenAttention:
             return out
         k, v = torch.empty(2, 1, self.kv_heads, 1, self.width, dtype=self.dtype).unbind()
         work = self.workspace(1)
-        arguments = self._project_arguments(x.data_ptr(), positions, KeyValueView(k, v, 1), work)
-        self._project(arguments.buffer_info()[0])
+        project = self._project_call(x.data_ptr(), positions, KeyValueView(k, v, 1), work)
+        self._project(ctypes.addressof(project))
         k, v = cache.update(k, v, self.module.layer_idx)
         if k.dtype is not self.dtype or k.stride(-1) != 1 or v.stride(-1) != 1:
             k, v = k.to(self.dtype).contiguous(), v.to(self.dtype).contiguous()
         view = KeyValueView(k, v, k.shape[2])
         more = self.workspace(view.tokens)
-        arguments = self._attend_arguments(work.data_ptr(), view, more, out.data_ptr())
-        self._attend(arguments.buffer_info()[0])
+        attend = self._attend_call(work.data_ptr(), view, more, out.data_ptr())
+        self._attend(ctypes.addressof(attend))
         return out
 
     def stages(
@@ -236,8 +230,8 @@ class OneTokenAttention:
         token's key and value to the last position of `view`.
         """
         return (
-            (self._project, self._project_arguments(x, positions, view, work)),
-            (self._attend, self._attend_arguments(work.data_ptr(), view, work, out)),
+            (self._project, self._project_call(x, positions, view, work)),
+            (self._attend, self._attend_call(work.data_ptr(), view, work, out)),
         )
 
     def batched_stages(
@@ -248,25 +242,22 @@ class OneTokenAttention:
         `each` has for every token the two calls of `stages`. `work` is float32 memory [4, T,
         `widest`]; its first matrix must hold the T hidden states.
         """
-        project, attend = (
-            [arguments for _, arguments in stages] for stages in zip(*each, strict=True)
-        )
+        project, attend = ([call for _, call in stages] for stages in zip(*each, strict=True))
         wide, projected, mixed, out = (part.data_ptr() for part in work)
-        by_code = bool(self.stride)
+        project_rows, attend_rows = (
+            kernel_entry(f"{name}_rows{self._kernels}", self.dtype)
+            for name in ("project", "attend")
+        )
         return (
-            sequence.batch_stage(
-                kernel_entry(heads.project_rows, self.dtype, by_code), project, wide, projected
-            ),
-            sequence.batch_stage(
-                kernel_entry(heads.attend_rows, self.dtype, by_code), attend, mixed, out
-            ),
+            sequence.batch_stage(project_rows, project, wide, projected),
+            sequence.batch_stage(attend_rows, attend, mixed, out),
         )
 
     @property
     def widest(self) -> int:
         """Return one token's largest number of values before, within and after the attention."""
         return max(self.hidden, (self.heads + 2 * self.kv_heads) * self.width,
-                   self._attend_template[heads.A_ROWS])  # fmt: skip
+                   self._attend_template.outputs)  # fmt: skip
 
     def workspace(self, context: int, extra: int = 0) -> Tensor:
         """Allocate float32 memory for one attention call over `context` tokens.
@@ -277,41 +268,38 @@ class OneTokenAttention:
         attended = self.heads * (context + 3 * self.width) + self.kv_heads * self.width
         return torch.empty(self.heads * self.width + max(projected, attended) + extra)
 
-    def _project_arguments(
-        self, x: int, positions: Positions, view: KeyValueView, work: Tensor
-    ) -> array[int]:
-        """Make the arguments of `project`; it writes queries to the start of `work`."""
-        arguments, size = array("q", self._project_template), self.dtype.itemsize
-        cos, sin = positions
-        arguments[heads.X], arguments[heads.ROTARY] = x, cos.shape[-1]
-        arguments[heads.Q_OUT] = queries = work.data_ptr()
-        arguments[heads.SCRATCH] = queries + 4 * self.heads * self.width
-        arguments[heads.COS], arguments[heads.SIN] = cos.data_ptr(), sin.data_ptr()
-        arguments[heads.MEMORY] = thread_scratch(self.stride) if self.stride else 0
-        for tensor, out, step in (
-            (view.keys, heads.K_OUT, heads.K_STEP),
-            (view.values, heads.V_OUT, heads.V_STEP),
-        ):
-            _, step_of_head, step_of_token, _ = tensor.stride()
-            arguments[out] = tensor.data_ptr() + size * (view.tokens - 1) * step_of_token
-            arguments[step] = size * step_of_head
-        return arguments
+    def _project_call(self, x: int, positions: Positions, view: KeyValueView, work: Tensor) -> Any:
+        """Make the call of `project`; it writes queries to the start of `work`."""
+        template, size = self._project_template, self.dtype.itemsize
+        call = type(template).from_buffer_copy(template)
+        (cos, sin), (k, v, tokens) = positions, view
+        call.x, call.rotary = x, cos.shape[-1]
+        call.queries = queries = work.data_ptr()
+        call.projected = queries + 4 * self.heads * self.width
+        call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
+        call.scratch = thread_scratch(self.stride) if self.stride else 0
+        _, key_step, key_row, _ = k.stride()
+        _, value_step, value_row, _ = v.stride()
+        call.keys = k.data_ptr() + size * (tokens - 1) * key_row
+        call.values = v.data_ptr() + size * (tokens - 1) * value_row
+        call.key_step, call.value_step = size * key_step, size * value_step
+        return call
 
-    def _attend_arguments(
-        self, queries: int, view: KeyValueView, work: Tensor, out: int
-    ) -> array[int]:
-        """Make the arguments of `attend`: queries [heads * width] with the view's tokens."""
-        arguments, size = array("q", self._attend_template), self.dtype.itemsize
-        k, v, arguments[heads.CONTEXT] = view
-        arguments[heads.Q] = queries
-        arguments[heads.K], arguments[heads.V] = k.data_ptr(), v.data_ptr()
-        _, arguments[heads.K_HEAD], arguments[heads.K_ROW], _ = (size * n for n in k.stride())
-        _, arguments[heads.V_HEAD], arguments[heads.V_ROW], _ = (size * n for n in v.stride())
-        arguments[heads.MIXED] = work.data_ptr() + 4 * self.heads * self.width
-        arguments[heads.SCORES] = arguments[heads.MIXED] + 4 * self.heads * self.width
-        arguments[heads.A_OUT] = out
-        arguments[heads.A_MEMORY] = thread_scratch(self.stride) if self.stride else 0
-        return arguments
+    def _attend_call(self, queries: int, view: KeyValueView, work: Tensor, out: int) -> Any:
+        """Make the call of `attend`: queries [heads, width] with the view's tokens."""
+        template, size = self._attend_template, self.dtype.itemsize
+        call = type(template).from_buffer_copy(template)
+        k, v, call.context = view
+        call.queries, call.keys, call.values = queries, k.data_ptr(), v.data_ptr()
+        _, key_step, key_row, _ = k.stride()
+        _, value_step, value_row, _ = v.stride()
+        call.key_step, call.key_row = size * key_step, size * key_row
+        call.value_step, call.value_row = size * value_step, size * value_row
+        nbytes = 4 * self.heads * self.width
+        call.mixed = mixed = work.data_ptr() + nbytes
+        call.scores, call.out = mixed + nbytes, out
+        call.scratch = thread_scratch(self.stride) if self.stride else 0
+        return call
 
 
 class _TrialCache:
@@ -362,7 +350,7 @@ def is_common_attention(module: nn.Module) -> bool:
         return False
     q, k, v, o = weights = [weight_matrix(part) for part in linear]
     width = getattr(module, "head_dim", None)
-    if not isinstance(width, int) or width % LANES or not hasattr(module, "layer_idx"):
+    if not isinstance(width, int) or width % _LANES or not hasattr(module, "layer_idx"):
         return False
     if not isinstance(getattr(module, "scaling", None), float):
         return False

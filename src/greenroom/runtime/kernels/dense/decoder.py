@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
-from greenroom.runtime.kernels.codegen.entries import heads, layers
 from greenroom.runtime.kernels.dense.attention import (
     KeyValueView,
     OneTokenAttention,
@@ -35,22 +34,18 @@ from greenroom.runtime.kernels.native.library import library
 AddExperts = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-# (index of a stage up to the choice, index of one of its arguments)
-ArgumentPosition = tuple[int, int]
+class TokenFields(NamedTuple):
+    """Fields of a decoder layer's kernel calls that change from token to token.
 
-
-class TokenArguments(NamedTuple):
-    """Positions of the kernel arguments of a decoder layer that change from token to token.
-
-    A position is (index of a kernel call, index of one of its arguments).
+    Each is (index of a kernel call, name of a field of its structure).
     """
 
-    x: Sequence[ArgumentPosition]
-    cos: Sequence[ArgumentPosition]
-    sin: Sequence[ArgumentPosition]
-    key: Sequence[ArgumentPosition]  # address of the token's own key
-    value: Sequence[ArgumentPosition]
-    tokens: Sequence[ArgumentPosition]
+    x: Sequence[tuple[int, str]]
+    cos: Sequence[tuple[int, str]]
+    sin: Sequence[tuple[int, str]]
+    key: Sequence[tuple[int, str]]  # address of the token's own key
+    value: Sequence[tuple[int, str]]
+    tokens: Sequence[tuple[int, str]]
 
 
 # (experts module, top_k, type of the routing weights)
@@ -61,13 +56,13 @@ class FusedDecoderLayer:
     """A decoder layer's compiled forward for one token: attention, norms, router and experts."""
 
     # Stages up to the choice: input norm, projections, attention, residual sum and second norm.
-    token_arguments = TokenArguments(
-        x=((0, layers.N_X), (3, layers.N_X)),
-        cos=((1, heads.COS),),
-        sin=((1, heads.SIN),),
-        key=((1, heads.K_OUT),),
-        value=((1, heads.V_OUT),),
-        tokens=((2, heads.CONTEXT),),
+    token_fields = TokenFields(
+        x=((0, "x"), (3, "x")),
+        cos=((1, "cos"),),
+        sin=((1, "sin"),),
+        key=((1, "keys"),),
+        value=((1, "values"),),
+        tokens=((2, "context"),),
     )
 
     def __init__(
@@ -293,20 +288,12 @@ class FusedDecoderLayer:
     def _run_batch(self, rows: Sequence[Sequence[sequence.Stage]]) -> None:
         """Run the kernel calls of several tokens together."""
         input_norm, project, attend, post_norm = zip(*rows, strict=True)
-        join, attention = (
-            kernel_entry("add_and_norm_rows", self.attention.dtype),
-            self.attention,
-        )
-        work = torch.empty(4, len(rows), attention.widest)
-        sequence.run(
-            (
-                sequence.batch_stage(
-                    join, [arguments for _, arguments in input_norm], work.data_ptr()
-                ),
-                *attention.batched_stages(list(zip(project, attend, strict=True)), work),
-                sequence.batch_stage(join, [arguments for _, arguments in post_norm]),
-            )
-        )
+        norms = kernel_entry("add_and_norm_rows", self.attention.dtype)
+        work = torch.empty(4, len(rows), self.attention.widest)
+        first = sequence.batch_stage(norms, [call for _, call in input_norm], work.data_ptr())
+        last = sequence.batch_stage(norms, [call for _, call in post_norm])
+        attention = self.attention.batched_stages(list(zip(project, attend, strict=True)), work)
+        sequence.run((first, *attention, last))
 
     def _add_block(self, total: Tensor, state: Tensor, exact: bool) -> Tensor:
         """Return total + block(state), [1, T, hidden]."""

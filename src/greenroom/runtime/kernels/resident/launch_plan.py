@@ -21,7 +21,7 @@ from torch import Tensor
 from greenroom.core.pieces import Ints
 from greenroom.runtime.kernels.codegen.entries import choice
 from greenroom.runtime.kernels.dense.attention import KeyValueView, Positions
-from greenroom.runtime.kernels.dense.decoder import ArgumentPosition, FusedDecoderLayer
+from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer
 from greenroom.runtime.kernels.dense.router import RouterCall
 from greenroom.runtime.kernels.dense.stored import thread_scratch
 from greenroom.runtime.kernels.launch.openmp import BARRIER, kernel_entry
@@ -146,11 +146,14 @@ class LaunchPlan:
             start, last = begins.pop(), begins[-1]
 
             def indices(
-                arguments: Sequence[ArgumentPosition], begins: list[int] = begins
+                fields: Sequence[tuple[int, str]],
+                begins: list[int] = begins,
+                layer: Sequence[Arguments] = layer,
             ) -> Iterator[int]:
-                return (begins[stage] + index for stage, index in arguments)
+                for stage, name in fields:
+                    yield begins[stage] + getattr(type(layer[stage]), name).offset // 8
 
-            patched, tables = decoder_layer.token_arguments, last + experts.tables_index
+            patched, tables = decoder_layer.token_fields, last + experts.tables_index
             for at in indices(patched.x):  # the first layer's input comes from the model
                 yield (
                     PatchedArgument(at, n, OUT, (n - 1) * self._bytes)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from greenroom.runtime.kernels.codegen.llvm.intrinsics import inline, outlined
@@ -357,18 +356,3 @@ def address_of(typingctx, pointer):
 def size_of(typingctx, kind):
     """Return the size in bytes of one weight of a weight type."""
     return inline(_INT(kind), lambda witness: witness.constant(SIZE[kind], I64))
-
-
-STACK = 64  # floats
-
-
-@intrinsic
-def stack(typingctx):
-    """Return the address of 64 floats of stack memory, which live until the function returns."""
-
-    def emit(context, b, sig, args):
-        memory = cgutils.alloca_once(b, ir.ArrayType(F32, STACK))
-        memory.align = 64
-        return b.ptrtoint(memory, I64)
-
-    return _INT(), emit

@@ -11,23 +11,20 @@ projections took as long as the projections.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from numba import types
 from numba.extending import intrinsic
 
-from greenroom.runtime.kernels.codegen.llvm.intrinsics import inline, outlined
+from greenroom.runtime.kernels.codegen.llvm.intrinsics import outlined
 from greenroom.runtime.kernels.codegen.llvm.target import LANES
 from greenroom.runtime.kernels.codegen.llvm.values import (
     F32,
     F32_KIND,
     SIZE,
     Value,
-    Variable,
     below_or_all,
-    lane_sums,
     loop_in_units,
 )
 
@@ -109,44 +106,3 @@ def over_rows(sources: str, targets: str, scalars: int = 0) -> Callable[[Formula
         return with_numbers
 
     return decorate
-
-
-@intrinsic
-def exponentials(typingctx: Any, kind: Any, n: Any, x: Any, scale: Any, out: Any) -> Any:
-    """Compute a row's softmax numerators in float32, and return their sum.
-
-    Computes out[:n] = exp(scale * (x - max(x))) for n numbers x of `kind`. The sum is NaN if a
-    number is NaN or if the largest number is infinite.
-    """
-
-    def emit(_: Value, n: Value, x: Value, scale: Value, out: Value) -> Value:
-        minus, zero = (n.constant([v] * LANES, F32) for v in (-math.inf, 0.0))
-        top, total, factor = Variable(minus), Variable(zero), scale.broadcast()
-
-        def existing(left: Value | None, value: Value, other: Value) -> Value:
-            return value if left is None else value.where(left.below(), other)
-
-        def compare(at: Value, left: Value | None) -> None:
-            top.value = top.value.at_least(existing(left, _read("k", kind, x, at, left), minus))
-
-        def add(at: Value, left: Value | None) -> None:
-            value = ((_read("k", kind, x, at, left) - largest) * factor).exp()
-            (out + at * 4).store(value, below_or_all(left))
-            total.value += existing(left, value, zero)
-
-        loop_in_units(n, LANES, compare)
-        largest = _largest_lane(top.value)
-        loop_in_units(n, LANES, add)
-        return lane_sums([total.value]).lane(0)
-
-    kinds = kind, types.int64, types.int64, types.float32, types.int64
-    return inline(types.float32(*kinds), emit)
-
-
-def _largest_lane(vector: Value) -> Value:
-    """Broadcast the largest of a vector's lanes, of which none is NaN."""
-    width = LANES
-    while width > 1:
-        width //= 2
-        vector = vector.at_least(vector.shuffle([(i + width) % LANES for i in range(LANES)]))
-    return vector
