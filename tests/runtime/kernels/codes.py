@@ -28,9 +28,10 @@ class Style:
     name: str
     scales: str = ""
     share: tuple[int, int] = (1, 32)
+    codes: str = ""  # their type, if not the usual one; zeros of int8 codes are int8 too
 
     def __str__(self) -> str:
-        return "-".join(filter(None, (self.name, self.scales)))
+        return "-".join(filter(None, (self.name, self.scales, self.codes)))
 
 
 STYLES = (
@@ -51,6 +52,13 @@ STYLES = (
     Style("indexed4", "float16"),
     Style("indexed8", "float32"),
 )
+# Every affine encoding with every type of scales and codes.
+AFFINE_STYLES = tuple(
+    Style(f"{kind}{bits}", scales, (1, group), codes)
+    for kind in ("symmetric", "affine", "indexed")
+    for bits, codes in ((4, "int32"), (8, "int32"), (8, "int8"))
+    for scales, group in (("float32", 32), ("bfloat16", 64), ("float16", 32))
+)
 
 
 def tensors_of(
@@ -67,7 +75,7 @@ def tensors_of(
         sane_scales("gguf_nvfp4", raw.reshape(-1, nbytes), random)
         factor = torch.from_numpy(random.uniform(0.05, 0.1, (2, 1)).astype(np.float32))
         return {name: torch.from_numpy(raw), f"{name}.matrix_scale": factor}
-    codes = torch.from_numpy(raw).view(getattr(torch, ITEM.get(style.name, "uint8")))
+    codes = torch.from_numpy(raw).view(getattr(torch, style.codes or ITEM.get(style.name, "uint8")))
     down, across = style.share
     size = (-(-rows // down), columns // across) if columns % across == 0 else (-(-rows // down), 1)
     if style.name == "mxfp4":
@@ -87,7 +95,8 @@ def tensors_of(
     parts = {name: codes, f"{name}.scale": scale}
     if style.name.startswith(("affine", "indexed")):
         top = 1 << int(style.name[-1])
-        parts[f"{name}.zero"] = torch.from_numpy(random.integers(0, top, size, np.uint8))
+        zero = torch.from_numpy(random.integers(0, top, size, np.uint8))
+        parts[f"{name}.zero"] = zero.view(torch.int8 if codes.dtype is torch.int8 else torch.uint8)
     if style.name.startswith("indexed"):
         runs = [random.permutation(columns) // across for _ in range(2 - rows % 2)]
         parts[f"{name}.index"] = torch.from_numpy(np.stack(runs).astype(np.int32))

@@ -27,10 +27,10 @@ from greenroom.runtime.encodings.packed import GROUP as PACKED
 from greenroom.runtime.kernels.codegen.formats import codes, encoded
 from greenroom.runtime.kernels.codegen.formats.expand import GROUP
 from greenroom.runtime.kernels.codegen.formats.families import FORMATS
-from greenroom.runtime.kernels.codegen.formats.families.affine import AFFINE, affine_name
 from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
 from greenroom.runtime.kernels.native.library import library
 
+_AFFINE = {f"{kind}{bits}" for kind in ("symmetric", "affine", "indexed") for bits in (4, 8)}
 # Inputs that share a scale, where the format fixes that.
 _GROUPS = {**PACKED, "mxfp4": GROUP, "nvfp4": 16, "ct_nvfp4": 16}
 # Codes of 3 bits and a sign times a scale of 5 significant bits are exact in bfloat16. These bits
@@ -155,8 +155,9 @@ def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Ker
 
 def format_name(weight: WeightSpec) -> str:
     """Return the name of a matrix's format."""
-    if weight.encoding in AFFINE:
-        return affine_name(weight.encoding, weight.parts[0].dtype, weight.parts[1].dtype)
+    if weight.encoding in _AFFINE:  # the types of codes and scales are parts of the name
+        codes_type, scales_type = (part.dtype for part in weight.parts[:2])
+        return f"{weight.encoding}.{'int8.' if codes_type == 'int8' else ''}{scales_type}"
     if weight.encoding == "int4" and weight.shape[1] // weight.parts[1].shape[1] != GROUP:
         return "int4.wide"  # groups of more than 32
     return weight.encoding

@@ -14,10 +14,10 @@ from greenroom.core.layout import WeightSpec
 from greenroom.runtime.kernels.matrix import Format, MatrixProduct, format_name, format_symbol
 from greenroom.runtime.kernels.native.library import FOLDER, VARIANTS, Library, library
 from tests.runtime.kernels.codegen.formats.test_encoded import sizes
-from tests.runtime.kernels.codes import STYLES, Coded, Style
+from tests.runtime.kernels.codes import AFFINE_STYLES, STYLES, Coded, Style
 from tests.runtime.kernels.toys import experts
 
-ALL_STYLES = (*STYLES, Style("int4", "float16", (1, 64)))
+ALL_STYLES = (*STYLES, *AFFINE_STYLES, Style("int4", "float16", (1, 64)))
 KINDS = ("float32", "bfloat16", "float16")
 ROWS = 7  # four at once, and three one by one
 CODE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

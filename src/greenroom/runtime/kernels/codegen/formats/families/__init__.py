@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from greenroom.runtime.kernels.codegen.formats.families import (
-    affine,
-    codebook,
-    fp4,
-    groups,
-    simple,
-)
+from greenroom.runtime.kernels.codegen.formats.families import groups, simple
 from greenroom.runtime.kernels.codegen.formats.format import Format
 
 FORMATS: dict[str, Format] = {
-    name: form
-    for family in (groups, affine, fp4, simple, codebook)
-    for name, form in family.FORMATS.items()
+    name: form for family in (groups, simple) for name, form in family.FORMATS.items()
 }
 
 __all__ = ["FORMATS"]
