@@ -51,17 +51,17 @@ INLINE int64_t heads_of(const ProjectCall& p) { return p.query_heads + 2 * p.key
 // The codes that are read after those of the heads claimed so far.
 INLINE const uint8_t* next_codes(const ProjectCall& p, int64_t claimed) {
     const Head& head = p.heads[least(claimed, heads_of(p) - 1)];
-    const EncodedMatrix& matrix = *(const EncodedMatrix*)head.matrix;
+    const Matrix& matrix = *head.matrix;
     return row_codes(*matrix.layout, matrix.base, head.first);
 }
 
 // Each thread claims one head at a time.
 template <class T>
-void project(ProjectCall& p) {
+void project_plain(ProjectCall& p) {
     for (int64_t number; (number = claim(p.cursor)) < heads_of(p);) {
         const Head& head = p.heads[number];
         float* row = p.projected + number * p.width;
-        const T* w = (const T*)head.matrix + head.first * p.hidden;
+        const T* w = (const T*)head.matrix->base + head.first * p.hidden;
         multiply_plain_rows(w, p.width, p.hidden, (const T*)p.x, row);
         finish_head<T>(p, number, row);
     }
@@ -76,7 +76,7 @@ void project_encoded(ProjectCall& p) {
     const float* packed = nullptr;
     for (int64_t number; (number = claim(p.cursor)) < heads_of(p);) {
         const Head& head = p.heads[number];
-        const EncodedMatrix& matrix = *(const EncodedMatrix*)head.matrix;
+        const Matrix& matrix = *head.matrix;
         float* row = p.projected + number * p.width;
         if (matrix.format != format) packed = nullptr;
         format = matrix.format;
@@ -89,12 +89,12 @@ void project_encoded(ProjectCall& p) {
 
 // For several tokens each weight is read, and converted to float32, once.
 template <class T>
-void project_rows(TokensCall& p) {
+void project_rows_plain(TokensCall& p) {
     const ProjectCall& one = call_of<ProjectCall>(p, 0);
     const int64_t K = one.hidden, width = one.width, step = heads_of(one) * width;
     for (int64_t number; (number = claim(p.cursor)) < heads_of(one);) {
         const Head& head = one.heads[number];
-        const T* w = (const T*)head.matrix + head.first * K;
+        const T* w = (const T*)head.matrix->base + head.first * K;
         RowsOf rows{p.wide, K, nullptr, p.out, step, nullptr};
         dots(w, K * sizeof(T), K, width, K, false, rows, number * width, 0, p.tokens);
         for (int64_t token = 0; token < p.tokens; token++)
@@ -110,7 +110,7 @@ void project_rows_encoded(TokensCall& p) {
     uint8_t* scratch = thread_scratch(one);
     for (int64_t number; (number = claim(p.cursor)) < heads_of(one);) {
         const Head& head = one.heads[number];
-        const EncodedMatrix& matrix = *(const EncodedMatrix*)head.matrix;
+        const Matrix& matrix = *head.matrix;
         const uint8_t* next = next_codes(one, current(p.cursor));
         for (int64_t token = 0; token < p.tokens; token++) {
             float* row = p.out + token * step + number * width;
@@ -168,7 +168,7 @@ INLINE const T* bias_from(const AttendCall& p, int64_t first) {
 // Each thread claims one key head at a time, with the query heads that share it; after all heads,
 // UNIT outputs of the projection.
 template <class T>
-void attend(AttendCall& p) {
+void attend_plain(AttendCall& p) {
     const int64_t K = p.key_heads * p.group * p.width;
     for (;;) {
         const int64_t unit = claim(p.cursor), n0 = (unit - p.key_heads) * UNIT;
@@ -181,7 +181,8 @@ void attend(AttendCall& p) {
         await(p.done, p.key_heads);
         alignas(64) float sums[UNIT];
         const int64_t n = least(UNIT, p.outputs - n0);
-        multiply_plain_rows((const T*)p.matrix + n0 * K, n, K, (const T*)p.mixed, sums);
+        const T* w = (const T*)p.matrix->base + n0 * K;
+        multiply_plain_rows(w, n, K, (const T*)p.mixed, sums);
         store_sums(sums, bias_from<T>(p, n0), (T*)p.out + n0, n);
     }
 }
@@ -189,7 +190,7 @@ void attend(AttendCall& p) {
 template <class T>
 void attend_encoded(AttendCall& p) {
     const int64_t K = p.key_heads * p.group * p.width;
-    const EncodedMatrix& matrix = *(const EncodedMatrix*)p.matrix;
+    const Matrix& matrix = *p.matrix;
     float* x = nullptr;
     const float* packed = nullptr;
     for (;;) {
@@ -237,7 +238,7 @@ INLINE void store_outputs(const TokensCall& p, int64_t n0, int64_t n) {
 
 // Each token has its own context. For all tokens each weight is read, and converted, once.
 template <class T>
-void attend_rows(TokensCall& p) {
+void attend_rows_plain(TokensCall& p) {
     const AttendCall& one = call_of<AttendCall>(p, 0);
     const int64_t K = one.key_heads * one.group * one.width, units = p.tokens * one.key_heads;
     for (;;) {
@@ -250,7 +251,8 @@ void attend_rows(TokensCall& p) {
         await(p.done, units);
         const int64_t n = least(UNIT, one.outputs - n0);
         RowsOf rows{p.wide, K, nullptr, p.out, one.outputs, nullptr};
-        dots((const T*)one.matrix + n0 * K, K * sizeof(T), K, n, K, false, rows, n0, 0, p.tokens);
+        const T* w = (const T*)one.matrix->base + n0 * K;
+        dots(w, K * sizeof(T), K, n, K, false, rows, n0, 0, p.tokens);
         store_outputs<T>(p, n0, n);
     }
 }
@@ -259,7 +261,7 @@ template <class T>
 void attend_rows_encoded(TokensCall& p) {
     AttendCall& one = call_of<AttendCall>(p, 0);
     const int64_t K = one.key_heads * one.group * one.width, units = p.tokens * one.key_heads;
-    const EncodedMatrix& matrix = *(const EncodedMatrix*)one.matrix;
+    const Matrix& matrix = *one.matrix;
     uint8_t* scratch = nullptr;
     for (;;) {
         const int64_t unit = claim(p.cursor), n0 = (unit - units) * UNIT;
@@ -279,13 +281,31 @@ void attend_rows_encoded(TokensCall& p) {
     }
 }
 
+template <class T>
+void project(ProjectCall& p) {
+    p.heads->matrix->format ? project_encoded<T>(p) : project_plain<T>(p);
+}
+
+template <class T>
+void project_rows(TokensCall& p) {
+    bool encoded = call_of<ProjectCall>(p, 0).heads->matrix->format;
+    encoded ? project_rows_encoded<T>(p) : project_rows_plain<T>(p);
+}
+
+template <class T>
+void attend(AttendCall& p) {
+    p.matrix->format ? attend_encoded<T>(p) : attend_plain<T>(p);
+}
+
+template <class T>
+void attend_rows(TokensCall& p) {
+    bool encoded = call_of<AttendCall>(p, 0).matrix->format;
+    encoded ? attend_rows_encoded<T>(p) : attend_rows_plain<T>(p);
+}
+
 }  // namespace
 
 KERNELS(project, ProjectCall, project)
-KERNELS(project_encoded, ProjectCall, project_encoded)
 KERNELS(project_rows, TokensCall, project_rows)
-KERNELS(project_rows_encoded, TokensCall, project_rows_encoded)
 KERNELS(attend, AttendCall, attend)
-KERNELS(attend_encoded, AttendCall, attend_encoded)
 KERNELS(attend_rows, TokensCall, attend_rows)
-KERNELS(attend_rows_encoded, TokensCall, attend_rows_encoded)

@@ -7,10 +7,10 @@ namespace greenroom {
 
 // A head of queries, keys or values: its rows in a projection's matrix, and what follows.
 SHARED(Head,
-    const void* matrix;  // project: the weights; project_encoded: an EncodedMatrix
-    int64_t first;       // row of the matrix
-    const void* bias;    // of this head, or null
-    const void* norm;    // weight of an RMSNorm, or null
+    const Matrix* matrix;  // all plain, or all with a format
+    int64_t first;         // row of the matrix
+    const void* bias;      // of this head, or null
+    const void* norm;      // weight of an RMSNorm, or null
     int64_t rotated;
 )
 
@@ -34,7 +34,7 @@ SHARED(ProjectCall,
     float eps;
     int64_t style;      // of the norms
     int64_t ticket;
-    uint8_t* scratch;   // project_encoded: `stride` bytes for each thread
+    uint8_t* scratch;   // for encoded matrices: `stride` bytes for each thread
     int64_t stride;
     const Head* heads;  // of queries, then keys, then values
 )
@@ -57,12 +57,12 @@ SHARED(AttendCall,
     float scale;
     float* scores;         // memory: [heads, context], twice [heads, width], [key heads, width]
     void* mixed;           // memory [heads, width] of the model's type
-    const void* matrix;    // attend: the weights; attend_encoded: an EncodedMatrix
+    const Matrix* matrix;  // of the output projection
     int64_t outputs;
     const void* bias;      // or null
     void* out;             // [outputs]
     int64_t ticket;
-    uint8_t* scratch;      // attend_encoded: `stride` bytes for each thread
+    uint8_t* scratch;      // for an encoded matrix: `stride` bytes for each thread
     int64_t stride;
 )
 

@@ -104,13 +104,12 @@ class OneTokenAttention:
             self.check.require_no_hooks(part)
         self._verdict_key = type(module), self.dtype, style
         by_code = any_stored(weights)
-        self._records = [MatrixRecord(each, rounded, True) for each in weights] if by_code else []
-        matrices = [each.address for each in self._records] or [w.data_ptr() for w in weights]
+        self._records = [MatrixRecord(each, rounded, by_code) for each in weights]
+        matrices = [each.address for each in self._records]
         inputs = max(self.hidden, self.heads * self.width)
         self.stride = 4 * inputs + product_scratch(inputs) if by_code else 0
-        self._kernels = "_encoded" if by_code else ""  # end of their names
-        self._project = kernel_entry(f"project{self._kernels}", self.dtype)
-        self._attend = kernel_entry(f"attend{self._kernels}", self.dtype)
+        self._project = kernel_entry("project", self.dtype)
+        self._attend = kernel_entry("attend", self.dtype)
         self._project_template = self._make_project_call(parts, matrices[:3], style)
         output: Any = parts[_LINEAR[3]]
         self._attend_template = library().structure("AttendCall")(
@@ -244,13 +243,11 @@ class OneTokenAttention:
         """
         project, attend = ([call for _, call in stages] for stages in zip(*each, strict=True))
         wide, projected, mixed, out = (part.data_ptr() for part in work)
-        project_rows, attend_rows = (
-            kernel_entry(f"{name}_rows{self._kernels}", self.dtype)
-            for name in ("project", "attend")
-        )
         return (
-            sequence.batch_stage(project_rows, project, wide, projected),
-            sequence.batch_stage(attend_rows, attend, mixed, out),
+            sequence.batch_stage(
+                kernel_entry("project_rows", self.dtype), project, wide, projected
+            ),
+            sequence.batch_stage(kernel_entry("attend_rows", self.dtype), attend, mixed, out),
         )
 
     @property
