@@ -1,7 +1,7 @@
 """Decode from stored formats: Greenroom compared with llama.cpp on the same file.
 
     python benchmarks/formats.py bench-data --llama-bench llama-bench --types BF16 Q8_0 Q4_0
-    ... --kernels numba rounded
+    ... --kernels native rounded
 
 A type's file is DIR/MODEL-TYPE.gguf, what llama.cpp's llama-quantize makes of DIR/MODEL.gguf
 (checkpoints.py --gguf), which is BF16. Greenroom serves the same file in place. Two tables:
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--peer-tokens", type=int, default=8, help="of llama.cpp, limited")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
-    parser.add_argument("--kernels", nargs="+", default=["numba"], help="of Greenroom")
+    parser.add_argument("--kernels", nargs="+", default=["native"], help="of Greenroom")
     parser.add_argument("--only", choices=("resident", "limited"))
     args = parser.parse_args()
     ram = ram_bandwidth(args.threads)

@@ -60,7 +60,7 @@ _READ = torch.ones(48 << 20)
 
 def expert_rows(clock: Clock) -> None:
     """Print the expert table: both kernels, one token and prompts, plain and transposed."""
-    print(f"{'experts':22}{'tokens':>7}{'torch ms':>10}{'numba ms':>10}{'gain':>7}", end="")
+    print(f"{'experts':22}{'tokens':>7}{'torch ms':>10}{'native ms':>10}{'gain':>7}", end="")
     print(f"{'GB/s':>7}{'floor':>7}{'ratio':>7}{'GFLOP/s':>9}")
     for hidden, inner, transposed in SHAPES[:1] if clock.quick else SHAPES:
         experts = random_layer(hidden, inner, EXPERTS, transposed)
@@ -72,7 +72,7 @@ def expert_rows(clock: Clock) -> None:
                 x = torch.randn(tokens, hidden).bfloat16()
                 cases.append((x, index, scores.gather(1, index).bfloat16()))
             floor, times = clock.floor(), []
-            for name in ("eager", "numba"):
+            for name in ("eager", "native"):
                 chosen, turn = make_kernel(name), iter(range(1 << 30))
                 compute_step(chosen, experts, *cases[0])
                 run = lambda: compute_step(chosen, experts, *cases[next(turn) % 4])  # noqa: E731, B023
@@ -91,7 +91,7 @@ GGML = (
     *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"),
 )
 STORED = (*GGML, "mxfp4", "int8", "int4", "fp8")
-ENCODED_KERNELS = ("numba", "rounded")
+ENCODED_KERNELS = ("native", "rounded")
 KERNELS_OF = {name: make_kernel(name) for name in ENCODED_KERNELS}
 ENCODED_SHAPES = ((2048, 1024), (2048, 768))
 HALVES = {
@@ -166,7 +166,7 @@ def encoded_rows(clock: Clock, only: list[str], sizes: list[int]) -> None:
     for hidden, inner in ENCODED_SHAPES[:1] if clock.quick else ENCODED_SHAPES:
         names = ["bf16", *(name for name in STORED if name in only or not only)]
         layers = {name: encoded_layer(name, hidden, inner) for name in names}
-        cases = [("bf16", "numba"), *((n, k) for n in names[1:] for k in ENCODED_KERNELS)]
+        cases = [("bf16", "native"), *((n, k) for n in names[1:] for k in ENCODED_KERNELS)]
         of = {case: twin(layers[case[0]]) for case in cases}
         for tokens in sizes:
             x, weights = (
@@ -190,7 +190,7 @@ def encoded_rows(clock: Clock, only: list[str], sizes: list[int]) -> None:
                     if turn >= 0:
                         times[name, chosen].append((now() - start) / TOP_K)
             floor = float(np.median(floors))
-            plain = float(np.median(times["bf16", "numba"]))
+            plain = float(np.median(times["bf16", "native"]))
             for (name, chosen), seconds_of_row in times.items():
                 each = float(np.median(seconds_of_row))
                 speed = layers[name].layout.nbytes / each
@@ -217,7 +217,7 @@ def dense_rows(clock: Clock) -> None:
 
 def call_rows(clock: Clock) -> None:
     """Print the microseconds of a kernel call with almost nothing to compute."""
-    experts, chosen = random_layer(64, 64, EXPERTS), make_kernel("numba")
+    experts, chosen = random_layer(64, 64, EXPERTS), make_kernel("native")
     x, index = torch.randn(1, 64).bfloat16(), torch.arange(TOP_K)[None]
     weights = torch.ones(1, TOP_K).bfloat16()
     routing = Routing.of(index.numpy(), EXPERTS)

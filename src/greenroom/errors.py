@@ -40,10 +40,16 @@ class UsageError(GreenroomError, ValueError):
     """A command-line option, name or option value that is not valid."""
 
 
+FORMER_KERNELS: dict[object, str] = {"numba": "native"}  # former name -> today's
+
+
 class UnknownName(UsageError):
     """A policy, kernel or other name that does not exist; the message lists valid names."""
 
     def __init__(self, kind: str, name: object, choices: Iterable[str]) -> None:
+        if kind in ("kernel", "kernels") and name in FORMER_KERNELS:
+            super().__init__(f"kernels {name!r} are now called {FORMER_KERNELS[name]!r}")
+            return
         text = repr(name) if len(repr(name)) <= 100 else f"{repr(name)[:97]}..."
         super().__init__(f"unknown {kind} {text}: choose one of {', '.join(choices)}")
 

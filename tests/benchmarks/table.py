@@ -110,7 +110,7 @@ ROWS = (
     Row("probes.py", "--layers 8 --experts 32 --top-k 4 --hidden 160", ("warm", "cold")),
     Row("kernels.py", "--encodings int4 --tokens 1 --quick", ("encoded experts", "us/expert")),
     Row("instructions.py", "--encodings q2_k", ("encoding", "integers", "decoded")),
-    Row("kernels.py", "--quick", ("experts", "torch ms", "numba ms", "floor")),
+    Row("kernels.py", "--quick", ("experts", "torch ms", "native ms", "floor")),
     Row("serve.py", "{root} --repeats 1 --prompt 8 --tokens 32 --parts run users turn exact",
         ("times `generate`:", "Eight users", "than cold:", "--batch-invariant"), kind="text"),
     Row("serve.py", "{root} --repeats 1 --prompt 8 --tokens 6 --parts http delay",

@@ -73,7 +73,7 @@ def test_without_compiled_kernels_the_start_line_says_so(
     assert found[2].json["kernels"] == named
     assert "not built" not in found[3].err  # the user chose eager
     assert found[0].out == found[3].out
-    refused = cli("run", folder, PROMPT, "--cache", "25%", "--kernels", "numba")
+    refused = cli("run", folder, PROMPT, "--cache", "25%", "--kernels", "native")
     assert refused.mistake.startswith("compiled kernels were not built: build them (`make native`")
 
 

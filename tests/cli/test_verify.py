@@ -23,7 +23,7 @@ def test_success(cli: Run, folder: Path, layers: tuple[str, ...]) -> None:
     assert ran.err == ""
     lines = ran.out.splitlines()
     assert lines[-1].startswith("identical over ")
-    assert "numba kernels to themselves with any cache" in lines[-1]
+    assert "native kernels to themselves with any cache" in lines[-1]
     assert "transformers' grouped_mm" in lines[-2]
     assert sum(line.startswith("ok  ") for line in lines) >= 4
     assert "FAIL" not in ran.out

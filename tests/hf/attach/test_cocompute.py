@@ -65,7 +65,7 @@ def both(name: str, host: float | None = None, **parts: Any) -> Iterator[Any]:
         model.greenroom.detach()
 
 
-@pytest.mark.parametrize("kernels", ["eager", "numba"])
+@pytest.mark.parametrize("kernels", ["eager", "native"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_the_bits_are_the_same_wherever_an_expert_is_computed(name, kernels):
     """On the fake device both have the same kernels."""

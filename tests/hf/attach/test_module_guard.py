@@ -172,7 +172,7 @@ def test_a_state_with_experts_is_not_loaded_in_parts(model, folder):
 # ---- gradients
 
 
-@pytest.mark.parametrize("kernels", ["eager", "numba"])
+@pytest.mark.parametrize("kernels", ["eager", "native"])
 def test_a_backward_pass_raises_and_a_forward_pass_does_not(folder, kernels):
     model, _ = greenroom.load(str(folder), cache="50%", kernels=kernels)
     out = model(PROMPT, labels=PROMPT)

@@ -410,7 +410,7 @@ def test_threads_do_not_meet():
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels"), [("deepseek_v3", "eager"), ("deepseek_v3", "numba"), ("hy_v3", "numba")]
+    ("name", "kernels"), [("deepseek_v3", "eager"), ("deepseek_v3", "native"), ("hy_v3", "native")]
 )
 def test_streamed_from_disk(name, kernels):
     """The real experts forward: what its driver would call while it waits, called in every step."""

@@ -144,9 +144,9 @@ def test_keys_and_values_and_kernels_are_compared_with_the_model_itself() -> Non
     """The original is the same model with the defaults, read in the same passes."""
     name = str(source())
     stages: list[str] = []
-    same = quality(name, TEXT, name, cache="25%", tokens=100, kernels="numba", say=stages.append)
+    same = quality(name, TEXT, name, cache="25%", tokens=100, kernels="native", say=stages.append)
     assert same.kl_mean == same.kl_p99 == 0
-    assert stages[-1].endswith(f"with {name} --kernels numba")
+    assert stages[-1].endswith(f"with {name} --kernels native")
     fp8 = quality(name, TEXT, cache="25%", tokens=100, kv="fp8", say=stages.append)
     assert stages[-1].endswith("--kv fp8")
     assert fp8.original == fp8.model == name

@@ -84,7 +84,7 @@ def test_compiled_kernels_have_the_bits_of_the_expanded_model(
     """One token and several: experts as stored, by the product of their encoding."""
     _, folder = checkpoint
     logits = []
-    for source, kernels in ((folder / "expanded", "numba"), (folder, "rounded")):
+    for source, kernels in ((folder / "expanded", "native"), (folder, "rounded")):
         with streamed(source, capacity=3, kernels=kernels) as model:
             logits.append(model(input_ids=ids(1, tokens), use_cache=False).logits)
     assert logits[0].isfinite().all()

@@ -78,8 +78,8 @@ def test_a_kind_saves_where_there_are_many_layers():
 
 def test_compiled_attention_goes_by_the_cache_s_own_update():
     folder = cached_tiny("qwen3_moe", tokenizer=True, dtype="bfloat16", head_dim=32)
-    model, _ = greenroom.load(str(folder), cache="50%", kernels="numba", kv="fp8")
-    plain, _ = greenroom.load(str(folder), cache="50%", kernels="numba")
+    model, _ = greenroom.load(str(folder), cache="50%", kernels="native", kv="fp8")
+    plain, _ = greenroom.load(str(folder), cache="50%", kernels="native")
     try:
         assert model.greenroom.bindings.accelerated.counts["attention"]
         with torch.inference_mode():

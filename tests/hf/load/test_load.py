@@ -113,13 +113,13 @@ def test_a_model_that_cannot_be_attached_leaves_nothing_behind(folder, monkeypat
     before = readers()
     monkeypatch.setattr("greenroom.hf.attach.bindings.accelerate", fail)
     with pytest.raises(UsageError, match="no"):
-        greenroom.load(folder, cache="25%", kernels="numba")
+        greenroom.load(folder, cache="25%", kernels="native")
     assert readers() == before
 
 
 def test_detaching_ends_threads_and_removes_every_hook(loaded):
     before = readers()
-    model = loaded(kernels="numba", readers=3)
+    model = loaded(kernels="native", readers=3)
     hooked = model.greenroom
     assert readers() == before + 3
     hooked.detach()
@@ -198,7 +198,8 @@ def test_a_run_that_takes_more_than_the_machine_has_warns(loaded, monkeypatch, c
         ({"cache": "120%"}, UsageError, "at most 100%"),
         ({"cache": "much"}, UsageError, "8GiB or 500MB"),
         ({"policy": "mru"}, UnknownName, "lru, fifo, lfu"),
-        ({"kernels": "cuda"}, UnknownName, "auto, eager, numba"),
+        ({"kernels": "numba"}, UnknownName, "are now called 'native'"),
+        ({"kernels": "cuda"}, UnknownName, "auto, eager, native"),
         ({"device": "tpu"}, UnknownName, "auto, cpu"),
         ({"scope": "global"}, UnknownName, "shared, per-layer"),
         ({"cache": "7%", "scope": "per-layer"}, BudgetError, "a cache slot for each of 2 layers"),

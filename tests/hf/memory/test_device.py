@@ -123,9 +123,9 @@ def test_a_device_that_is_lost_fails_every_answer_and_hangs_none(monkeypatch):
 
 def test_numba_is_for_cpus_and_triton_for_gpus(monkeypatch, caplog):
     catalog = ModelSkeleton.of(cached_tiny("qwen3_moe")).catalog
-    assert kernels_of(ModelSetup(catalog, 1)) == "numba"
-    with pytest.raises(UsageError, match="numba runs on a CPU only"):
-        kernels_of(ModelSetup(catalog, 1, cuda=True, kernels="numba"))
+    assert kernels_of(ModelSetup(catalog, 1)) == "native"
+    with pytest.raises(UsageError, match="native runs on a CPU only"):
+        kernels_of(ModelSetup(catalog, 1, cuda=True, kernels="native"))
     monkeypatch.setattr(places, "find_spec", lambda name: object())
     assert kernels_of(ModelSetup(catalog, 1, cuda=True)) == "triton"
     monkeypatch.setattr(places, "find_spec", lambda name: None)
@@ -141,7 +141,7 @@ def test_without_compiled_kernels_auto_is_eager_and_numba_is_refused(no_kernels,
     reason = "compiled kernels were not built"
     assert kernels_of(ModelSetup(catalog, 1)) == "eager"
     assert kernel_fallback(ModelSetup(catalog, 1)) == reason
-    for name in ("numba", "rounded"):
+    for name in ("native", "rounded"):
         with pytest.raises(UsageError, match=reason):
             kernels_of(ModelSetup(catalog, 1, kernels=name))
     assert kernels_of(ModelSetup(catalog, 1, kernels="eager")) == "eager"

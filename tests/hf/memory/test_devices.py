@@ -102,7 +102,7 @@ def test_two_fake_devices_are_chosen_by_name():
 def test_two_fake_devices_have_the_bits_of_one_with_the_compiled_kernels(cache):
     folder, outputs = str(cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True)), []
     for device in ("cpu", "fake,fake"):
-        model, _ = greenroom.load(folder, cache=cache, device=device, kernels="numba")
+        model, _ = greenroom.load(folder, cache=cache, device=device, kernels="native")
         try:
             tokens = model.generate(ids(1, 5), **OPTIONS)
             with torch.inference_mode():
@@ -117,7 +117,7 @@ def test_a_token_whose_experts_are_all_elsewhere_has_its_biases_once():
     """A compiled kernel with all of a token's experts computes their sum too."""
     folder, outputs = str(cached_tiny("gpt_oss", dtype="bfloat16", tokenizer=True)), []
     for device in ("cpu", "fake,fake"):
-        model, _ = greenroom.load(folder, cache="100%", device=device, kernels="numba")
+        model, _ = greenroom.load(folder, cache="100%", device=device, kernels="native")
         try:
             with torch.inference_mode():
                 outputs.append(torch.cat([model(ids(6, 1)[i : i + 1]).logits for i in range(6)]))

@@ -231,7 +231,7 @@ def test_compiled_kernels_are_close_to_eager(of, at):
     """
     folder = source("gpt_oss") if of is None else with_copies(*of)
     prompt, logits = ids(1, 1), []
-    for kernels in ("eager", "numba", "rounded"):
+    for kernels in ("eager", "native", "rounded"):
         model = attached(folder, at, kernels=kernels)
         try:
             with torch.inference_mode():

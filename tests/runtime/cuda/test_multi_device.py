@@ -123,7 +123,7 @@ def spread(family: str, kind: Kernel) -> tuple[MultiDeviceKernel, object, list[i
     return over, first, at
 
 
-@pytest.mark.parametrize("named", ["eager", "numba", "triton"])
+@pytest.mark.parametrize("named", ["eager", "native", "triton"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "muse_spark", "nemotron_h"])
 def test_the_bits_are_those_of_one_device(family, named):
     if named == "triton" and torch.cuda.is_available():
@@ -138,7 +138,7 @@ def test_the_bits_are_those_of_one_device(family, named):
             assert torch.equal(compute(over, first, at, *case, groups=groups), want)
 
 
-@pytest.mark.parametrize("named", ["eager", "numba", "triton"])
+@pytest.mark.parametrize("named", ["eager", "native", "triton"])
 @pytest.mark.parametrize("home", [0, 1])
 def test_a_step_may_use_only_one_device(named, home):
     if named == "triton" and torch.cuda.is_available():

@@ -92,7 +92,7 @@ def groups_of(data: st.DataObject, count: int) -> list[list[int]]:
 def test_groups_order_and_slots_do_not_change_a_bit(family, name, data):
     dtype = data.draw(st.sampled_from(DTYPES))
     module = experts(family, dtype)
-    make = (lambda: CpuKernel(float32=True)) if name == "numba" else EagerKernel
+    make = (lambda: CpuKernel(float32=True)) if name == "native" else EagerKernel
     case = inputs(dtype, data.draw(st.sampled_from(TOKENS)), seed=data.draw(st.integers(0, 99)))
     layer, places = layer_of(module)
     want = compute(make(), layer, places, *case)
@@ -182,5 +182,5 @@ def test_nan_and_infinity_propagate_as_in_eager(family, dtype, bad):
 
 
 def test_the_error_for_an_unknown_kernel_lists_all_kernels():
-    with pytest.raises(UnknownName, match="eager, numba"):
+    with pytest.raises(UnknownName, match="eager, native"):
         make_kernel("cuda")

@@ -83,7 +83,7 @@ def expected(model: PreTrainedModel, experts: str, norm: str) -> tuple[np.ndarra
     return both[0], both[1]
 
 
-@pytest.mark.parametrize("kernels", ["eager", "numba"])
+@pytest.mark.parametrize("kernels", ["eager", "native"])
 @pytest.mark.parametrize(
     ("name", "norm"),
     [

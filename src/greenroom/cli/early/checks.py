@@ -59,7 +59,7 @@ def _check_device(config: LoadConfig) -> None:
         )
     if kind == "cpu" and config.kernels == "triton":
         raise UsageError(
-            "--kernels triton needs a GPU: use --kernels numba or eager, or --device cuda"
+            "--kernels triton needs a GPU: use --kernels native or eager, or --device cuda"
         )
     if kind == "cpu" and config.kv == "offloaded":
         raise UsageError(

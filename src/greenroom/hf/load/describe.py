@@ -145,7 +145,7 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
     Raises NotAModel, NotMoE, UnsupportedModel or CheckpointError.
     """
     skeleton = ModelSkeleton.of(open_or_inspect(source, config.config), config.dtype)
-    named = "numba" if config.kernels == "auto" and not missing_reason() else config.kernels
+    named = "native" if config.kernels == "auto" and not missing_reason() else config.kernels
     compiled = not on_a_gpu and named in COMPILED
     shrink_dense(skeleton, config, compiled)
     description, catalog = Description.of(skeleton, config, on_a_gpu), skeleton.catalog

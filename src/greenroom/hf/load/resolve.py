@@ -54,6 +54,6 @@ def on_a_gpu(config: LoadConfig) -> bool:
         )
     if config.kernels == GPU_KERNEL and not (chosen or kind == "fake"):
         raise UsageError(
-            "--kernels triton needs a GPU: use --kernels numba or eager, or --device cuda"
+            "--kernels triton needs a GPU: use --kernels native or eager, or --device cuda"
         )
     return chosen

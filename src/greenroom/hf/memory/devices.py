@@ -11,7 +11,7 @@ from greenroom.runtime.cuda.engine import Cuda, Engine
 from greenroom.runtime.kernels.native.library import library, missing_reason
 from greenroom.runtime.kernels.table import GPU_KERNEL
 
-COMPILED = "numba", "rounded"  # kernels that read dense matrices as they are stored
+COMPILED = "native", "rounded"  # kernels that read dense matrices as they are stored
 IN_FLIGHT = 2  # chunks that are copied to a GPU at a time: queued copies cannot be cancelled
 LINKS = ("disk -> host", "host -> device")
 
@@ -58,7 +58,7 @@ def kernels_of(setup: ModelSetup) -> str:
     """
     if setup.kernels == "auto":
         if not setup.cuda:
-            return "eager" if missing_reason() else "numba"
+            return "eager" if missing_reason() else "native"
         if find_spec("triton") is not None:
             return GPU_KERNEL
         log.warning(

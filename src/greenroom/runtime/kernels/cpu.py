@@ -344,7 +344,7 @@ class CpuStep(base.KernelStep):
 
 
 class CpuKernel(Kernel):
-    """The compiled expert kernel on the CPU: `kernels="numba"` and `kernels="rounded"`."""
+    """The compiled expert kernel on the CPU: `kernels="native"` and `kernels="rounded"`."""
 
     def __init__(self, float32: bool = False, rounded: bool = False) -> None:
         """Make a compiled CPU kernel for experts.
@@ -353,7 +353,7 @@ class CpuKernel(Kernel):
         rounded: round encoded weights to the model's type before use, as transformers does when it
                  dequantises a checkpoint; the outputs are then bit for bit those of that checkpoint
         """
-        self.name = "rounded" if rounded else "numba"
+        self.name = "rounded" if rounded else "native"
         # Up to so many tokens, an encoded expert's tokens are multiplied one by one.
         self.sequential_rows = products.FEW
         self.rounded, self._float32 = rounded, float32

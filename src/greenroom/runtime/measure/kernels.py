@@ -104,7 +104,7 @@ def _expert_steps(shape: tuple[int, int]) -> Steps:
     All tokens of a step choose the same four experts; consecutive steps use different experts.
     """
     hidden, inner = shape
-    nbytes, chosen = 6 * hidden * inner, make_kernel("eager" if missing_reason() else "numba")
+    nbytes, chosen = 6 * hidden * inner, make_kernel("eager" if missing_reason() else "native")
     layer = random_layer(
         hidden, inner, EXPERTS_PER_STEP * max(2, WEIGHT_BYTES // nbytes // EXPERTS_PER_STEP)
     )

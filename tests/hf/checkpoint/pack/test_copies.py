@@ -45,7 +45,7 @@ def whole_of(folder: Path, name: str = "qwen3_moe"):
 
 
 @pytest.mark.parametrize(("kind", "precision"), KINDS)
-@pytest.mark.parametrize("kernels", ["eager", "numba"])
+@pytest.mark.parametrize("kernels", ["eager", "native"])
 def test_runs_without_the_option_are_exact(kind, precision, kernels):
     folder = with_copies(kind, precision)
     with (

@@ -31,7 +31,7 @@ def save_logits(variant: str, out: str, *paths: str) -> None:
     assert library().variant == variant
     found = {}
     for path in paths:
-        for kernels in ("rounded", "numba"):
+        for kernels in ("rounded", "native"):
             for capacity in (SOME, ALL):
                 skeleton = ModelSkeleton.of(Path(path))
                 skeleton.keep_dense_encoded()

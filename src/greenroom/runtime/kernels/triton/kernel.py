@@ -129,7 +129,7 @@ class TritonLayerPlan:
         self.wide = self.device.type == "cpu"
         if self.wide and not triton.knobs.runtime.interpret:
             raise UsageError(
-                "--kernels triton needs a GPU: use --kernels numba or eager, or --device cuda"
+                "--kernels triton needs a GPU: use --kernels native or eager, or --device cuda"
             )
 
     def offset(self, layer: LayerExperts, slot: int) -> int:

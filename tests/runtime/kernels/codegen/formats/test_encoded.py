@@ -235,9 +235,9 @@ def test_the_eager_kernel_computes_unsupported_layers_as_described() -> None:
         assert coded.layer.plan is None
     good = Coded(experts("qwen3_moe", torch.bfloat16, 64, 64), INT4, INT4)
     layers = [good.layer, odd.layer]
-    description = describe_kernel(make_kernel("numba"), layers)
-    assert description == "numba; eager for symmetric4 with scales for 1 x 48 weights"
-    assert describe_kernel(make_kernel("numba"), layers[:1]) == "numba"
+    description = describe_kernel(make_kernel("native"), layers)
+    assert description == "native; eager for symmetric4 with scales for 1 x 48 weights"
+    assert describe_kernel(make_kernel("native"), layers[:1]) == "native"
     assert describe_kernel(make_kernel("eager"), layers) == "eager"
 
 
