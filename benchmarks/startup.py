@@ -4,8 +4,9 @@
 
 `--help`: wall time, median of --repeats, files in the page cache. First token: from starting the
 process to the first text of `greenroom run demo` on its standard output. Cold: Numba's cache is
-an empty folder, so every kernel is compiled. Warm: the same folder again, or with --own-cache the
-one that this installation uses. Python's own byte code and the page cache are warm in both.
+an empty folder, so the policy's functions are compiled. Warm: the same folder again, or with
+--own-cache the one that this installation uses. Python's own byte code and the page cache are warm
+in both.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ def medians(once: Callable[[], tuple[float, ...]], repeats: int) -> list[float]:
 
 
 def cold() -> tuple[float, float]:
-    """Seconds to the first text and to the end, with every kernel to compile."""
+    """Seconds to the first text and to the end, with every policy function to compile."""
     with tempfile.TemporaryDirectory() as empty:
         return first_token_s(empty)
 
 
 def warm(repeats: int, own_cache: bool) -> list[float]:
-    """Median seconds to the first text and to the end, with kernels in the cache."""
+    """Median seconds to the first text and to the end, with compiled functions in the cache."""
     with nullcontext() if own_cache else tempfile.TemporaryDirectory() as folder:
         first_token_s(folder)
         return medians(lambda: first_token_s(folder), repeats)
@@ -74,8 +75,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="time start-up and the demo's first token")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--own-cache", action="store_true", help="warm: with the kernels that this"
-                        " installation has compiled")  # fmt: skip
+    parser.add_argument("--own-cache", action="store_true", help="warm: with the functions that"
+                        " this installation has compiled")  # fmt: skip
     args = parser.parse_args()
     print(f"commit {commit()}; {machine()}\n")
     rows = []
@@ -84,10 +85,10 @@ def main() -> None:
         rows.append(("`greenroom --help`", "-", *medians(lambda: (help_s(),), args.repeats)))
     if "cold" in args.parts:
         times = medians(cold, max(args.repeats // 2, 1))
-        rows.append(("`greenroom run demo`, cold kernels", *times))
+        rows.append(("`greenroom run demo`, nothing compiled", *times))
     if "warm" in args.parts:
         times = warm(args.repeats, args.own_cache)
-        rows.append(("`greenroom run demo`, warm kernels", *times))
+        rows.append(("`greenroom run demo`, compiled before", *times))
     shown = [[x if isinstance(x, str) else f"{x:.2f}" for x in row] for row in rows]
     print(table(("start-up", "first text, s", "end, s"), shown))
 

@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from greenroom.cli.early.checks import check_early
-from greenroom.cli.early.compilation import compile_ahead
 from greenroom.cli.options.fields import MODEL, add_options, add_verbose, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.serve import name_of, need_extra
@@ -78,8 +77,6 @@ def _local(
     check_early(load)
     need_extra("chat")
     with model_progress(args.model) as progress:
-        compile_ahead(args.model, load)
-
         from greenroom.server.chat.local import LocalBackend, wait_until_loaded
         from greenroom.server.engine.start import start
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.early.checks import check_early
-from greenroom.cli.early.compilation import compile_ahead
 from greenroom.cli.options.fields import add_model, add_options, add_verbose, configured, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import check_target
@@ -90,7 +89,6 @@ def main(args: argparse.Namespace) -> None:
     if args.timeline is not None:
         check_target(args.timeline)
     with model_progress(args.model) as progress:
-        compile_ahead(args.model, load)
         _run(args, load, sampling, prompt, progress)
 
 

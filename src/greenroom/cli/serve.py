@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.early.checks import check_early
-from greenroom.cli.early.compilation import compile_ahead
 from greenroom.cli.options.fields import add_model, add_options, add_verbose, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.progress import Progress, collect_garbage, quiet
@@ -59,7 +58,6 @@ def _serve(
 
     key = read_api_key(config.api_key_file)
     check_address(config.host, key)
-    compile_ahead(args.model, load)
 
     from greenroom.server.engine.start import start
     from greenroom.server.http.request_log import LogForwarder, RequestLog

@@ -58,7 +58,6 @@ def test_a_new_field_is_an_option_of_a_run(
         raise UsageError("this is far enough")
 
     monkeypatch.setattr("greenroom.cli.run.LoadConfig", MoreToLoad)
-    monkeypatch.setattr("greenroom.cli.run.compile_ahead", lambda *asked: None)
     monkeypatch.setattr("greenroom.cli.run._run", run)
     assert "unrecognized arguments: --patienc" in cli("run", "demo", "x", "--patienc", 3).mistake
     assert "argument --patience: invalid int" in cli("run", "demo", "x", "--patience", "y").mistake

@@ -24,7 +24,6 @@ from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.plan.history import files
 from greenroom.policies import policy
-from greenroom.runtime.kernels import precompile
 from greenroom.runtime.kernels.dense.stored import dense_bytes
 from greenroom.runtime.measure.bandwidth import host_facts
 from greenroom.runtime.memory.system import release_memory, rss_bytes
@@ -43,7 +42,7 @@ def attach(
 ) -> PreTrainedModel:
     """Load the non-expert weights and attach an expert cache to the model.
 
-    Kernels are compiled and experts of earlier runs are read, so the model is ready for a prompt.
+    The policy is compiled and experts of earlier runs are read, so the model is ready for a prompt.
     `progress` is called with a share of the loading time (0 to 1) and the name of the next step.
     After an error the expert cache is detached: its threads end and its memory is freed.
 
@@ -55,7 +54,6 @@ def attach(
     generation = _replace_settings(model, description.keys_values.kind)
     progress(0.5, "compiling")
     compile_for(policy(setup.policy))
-    precompile.wait_for_compiling()
     if setup.host_bytes is not None:
         release_memory()
         setup = with_host_tier(setup, config)  # measures the process again
