@@ -13,7 +13,6 @@ SHARED(Matrix,
     const Layout* layout;
     const uint8_t* base;
 )
-using EncodedMatrix = Matrix;
 
 INLINE const uint8_t* row_codes(const Layout& layout, const uint8_t* base, int64_t first) {
     return base + layout.codes + first * layout.row_bytes;
