@@ -127,7 +127,6 @@ import json
 from greenroom.core.cache.bound import bind
 from greenroom.core.compiling.function_digest import FunctionDigest
 from greenroom.policies import POLICIES
-from greenroom.runtime.kernels.codegen.entries import expert_group
 from greenroom.runtime.kernels.codegen.formats import encoded
 from greenroom.runtime.kernels.codegen.formats.families import FORMATS
 from greenroom.runtime.kernels.codegen.jit import WITNESS
@@ -137,10 +136,6 @@ for name, policy in POLICIES.items():
     for function in (*bind(policy)[1:], _bound_loop(policy)):
         key = f"{name} {function.py_func.__name__}"
         found[key] = FunctionDigest.of(function.py_func)
-kernels = [(expert_group.compute_group, 0, 0), (expert_group.combine,)]
-for kernel, *options in kernels:
-    for dtype, witness in WITNESS.items():
-        found[f"{kernel.__name__} {dtype}"] = FunctionDigest.of(kernel(witness, *options))
 for name, form in FORMATS.items():
     for integers in {False, form.integers is not None}:
         code = encoded.product(WITNESS["float32"], name, 0, integers)

@@ -18,8 +18,8 @@ from greenroom.hf.kv.kinds import CacheKind
 from greenroom.hf.kv.sizes import KVBytes
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.skeleton import ModelSkeleton
-from greenroom.runtime.kernels.codegen.entries.products import FEW
 from greenroom.runtime.kernels.codegen.formats import codes
+from greenroom.runtime.kernels.cpu import FEW
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer
 from tests.gguf_models import write
 from tests.models import cached_tiny

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greenroom.errors import UnknownName
-from greenroom.runtime.kernels.cpu import CpuKernel, layer_plan
+from greenroom.runtime.kernels.cpu import CpuKernel
+from greenroom.runtime.kernels.cpu_layer import layer_plan
 from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.table import KERNELS, make_kernel

@@ -25,7 +25,8 @@ from greenroom.core.layout import BLOCKS, SlotLayout
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.codegen.formats import encoded
 from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS
-from greenroom.runtime.kernels.cpu import CpuKernel, layer_plan
+from greenroom.runtime.kernels.cpu import CpuKernel
+from greenroom.runtime.kernels.cpu_layer import layer_plan
 from greenroom.runtime.kernels.dense import attention, stored
 from greenroom.runtime.kernels.dense.accelerate import linear_forward, norm_forward
 from greenroom.runtime.kernels.dense.attention import KeyValueView, OneTokenAttention

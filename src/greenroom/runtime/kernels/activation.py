@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from greenroom.runtime.kernels.codegen.entries.gating import CLAMPED, RAW, RELU2, SILU, SILU_FLOAT
 from greenroom.runtime.kernels.layer import LayerExperts
+
+# Numbers of the formulas (`Formula` in native/activations.hpp). RAW stands for a call of the
+# module's own function.
+RAW, SILU, SILU_FLOAT, CLAMPED, RELU2 = range(5)
 
 
 @dataclass(frozen=True, slots=True)

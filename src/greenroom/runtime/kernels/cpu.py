@@ -18,6 +18,7 @@ transformers' `grouped_mm`, which calls eager's matrix product, would be nearer 
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -27,82 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenroom.core.layout import PLAIN
 from greenroom.runtime.kernels import base, eager
-from greenroom.runtime.kernels.activation import Activation, find_activation
+from greenroom.runtime.kernels.activation import RAW
 from greenroom.runtime.kernels.base import Kernel
-from greenroom.runtime.kernels.codegen.entries import expert_group, gating, products
+from greenroom.runtime.kernels.cpu_layer import CpuLayerPlan, layer_plan
 from greenroom.runtime.kernels.launch import sequence
-from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
-from greenroom.runtime.kernels.launch.sequence import bits
 from greenroom.runtime.kernels.layer import LayerExperts
-from greenroom.runtime.kernels.matrix import products_of
 from greenroom.runtime.kernels.native.library import library
 from greenroom.runtime.kernels.routing import Routing
 
 _ALL = 1 << 62
+FEW = 4  # tokens up to which one by one is faster than expanding encoded weights once
 _SERIAL = 1 << 16  # a sum over experts of so many elements is not worth a second thread
-
-
-class CpuLayerPlan:
-    """The compiled kernel entries and constant arguments of one MoE layer on the CPU."""
-
-    __slots__ = (
-        *(
-            "activation",
-            "combine_entry",
-            "combine_bias",
-            "norm_entry",
-            "matrices",
-            "narrow_steps",
-            "rounded",
-        ),
-        *("scratch", "steps", "layer_arguments", "up_bias", "group_entry"),
-    )
-
-    def __init__(self, layer: LayerExperts, rounded: bool = False) -> None:
-        self.activation: Activation = find_activation(layer)
-        self.rounded = rounded
-        weights = layer.up_weight, layer.down_weight
-        encoded = any(weight.encoding != PLAIN for weight in weights)
-        by_columns = layer.transposed and not encoded
-        self.group_entry: KernelEntry = kernel_entry(
-            expert_group.compute_group, layer.dtype, by_columns, encoded
-        )
-        self.combine_entry: KernelEntry = kernel_entry(expert_group.combine, layer.dtype)
-        self.norm_entry: KernelEntry = kernel_entry("add_and_norm", layer.dtype)
-        pairs = [products_of(w, layer.dtype, rounded) for w in weights] if encoded else []
-        self.matrices = [pairs[0][0], pairs[1][0], pairs[0][1]] if encoded else []
-        # Bytes per thread: rows of weights that are widened at a time, or a block of a strip and a
-        # panel's sums. An encoded product needs three more rows.
-        rows = (products.GROUP + 3) * max(layer.hidden, layer.inner) + 1024
-        strip = products.BLOCK * products.STRIP * products.LANES + 1024
-        self.scratch = 4 * (max(rows, strip) + -(-layer.hidden // 16) * 16)  # and one token's x
-        self.up_bias, self.combine_bias = layer.up_bias, layer.down_bias
-        # Channels and columns of a unit of work. Its first rows are not prefetched, and rows of
-        # encoded matrices are short, so their units are larger. A transposed matrix is read along
-        # its long rows where each expert has one token, and in narrow strips for several tokens.
-        long = min(512, -(-layer.inner // 256) * 128), min(1024, -(-layer.hidden // 256) * 128)
-        self.steps = long if by_columns else (64, 128) if encoded else (32, 64)
-        self.narrow_steps = (128, 128) if by_columns else (32, 64)
-        self.layer_arguments = [
-            *(layer.slots.address(0), layer.slots.stride, layer.up.offset, layer.down.offset),
-            *(layer.hidden, layer.inner, layer.width),
-            *(int(layer.interleaved), 0 if self.up_bias is None else self.up_bias.data_ptr()),
-            *(self.activation.code, bits(self.activation.limit), bits(self.activation.alpha)),
-            int(layer.recipe.compute is None),
-            *([argument for m in self.matrices for argument in m.arguments] or [0] * 6),
-        ]
-
-
-def layer_plan(layer: LayerExperts, rounded: bool = False) -> CpuLayerPlan:
-    """Return an MoE layer's compiled CPU entries and arguments, built at the first call.
-
-    `rounded`: encoded weights are rounded to the model's data type before use.
-    """
-    if not isinstance(layer.plan, CpuLayerPlan) or layer.plan.rounded != rounded:
-        layer.plan = CpuLayerPlan(layer, rounded)
-    return layer.plan
 
 
 class CpuStep(base.KernelStep):
@@ -115,8 +52,8 @@ class CpuStep(base.KernelStep):
     """
 
     __slots__ = (
-        *("buffer", "input", "kernel", "narrow", "out", "plan", "result", "routing_arguments"),
-        *("sums", "addresses"),
+        *("addresses", "buffer", "input", "kernel", "narrow", "out", "plan", "result"),
+        *("routing_call", "sums"),
     )
     supports_segments = True
 
@@ -137,7 +74,9 @@ class CpuStep(base.KernelStep):
         self.buffer = torch.empty(self.sums + tokens * layer.hidden)
         experts, start = routing.address, self.buffer.data_ptr()
         at = experts + 8 * (2 * count + 1)
-        self.routing_arguments = count, experts, experts + 8 * count, at, at + 16 * entries
+        self.routing_call = self.plan.routing_type(
+            count, experts, experts + 8 * count, at, at + 16 * entries
+        )
         self.addresses = wide.data_ptr(), start, start + 4 * act, start + 4 * self.out
 
     def _buffer_matrix(self, start: int, rows: int, columns: int) -> Tensor:
@@ -155,9 +94,9 @@ class CpuStep(base.KernelStep):
 
     def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         plan, all_experts = self.plan, len(experts) == len(self.routing.experts)
-        compiled = plan.activation.code != gating.RAW and self.layer.norm is None
+        compiled = plan.activation.code != RAW and self.layer.norm is None
         if all_experts and compiled and self.narrow:
-            self._compute_one_token(plan, self.group_arguments(plan, experts, slots))
+            self._compute_one_token(plan, experts, slots)
         else:
             self._compute(plan, self.layer, experts, slots, False)
 
@@ -184,16 +123,16 @@ class CpuStep(base.KernelStep):
         slots: Sequence[int],
         accumulate: bool,
     ) -> None:
-        if plan.activation.code != gating.RAW:
-            # A name keeps the array alive during the call.
-            arguments = self.group_arguments(plan, experts, slots, accumulate)
-            plan.group_entry(arguments.buffer_info()[0])
+        run = plan.group_entry
+        if plan.activation.code != RAW:
+            call, _lists = self.group_call(plan, experts, slots, accumulate)
+            run(ctypes.addressof(call))
             return
-        up = self.group_arguments(plan, experts, slots, accumulate, down=False)
-        plan.group_entry(up.buffer_info()[0])
+        call, _lists = self.group_call(plan, experts, slots, accumulate, down=False)
+        run(ctypes.addressof(call))
         self._activate(layer, experts)
-        down = self.group_arguments(plan, experts, slots, accumulate, up=False)
-        plan.group_entry(down.buffer_info()[0])
+        call, _lists = self.group_call(plan, experts, slots, accumulate, up=False)
+        run(ctypes.addressof(call))
 
     def combine(self) -> Tensor:
         return super().combine() if self.result is None else self.result
@@ -201,9 +140,9 @@ class CpuStep(base.KernelStep):
     def total(self) -> Tensor:
         if self.layer.norm is not None:
             self._norm(self.layer.norm)
-        arguments, result, _weights = self.sum_arguments(self.plan)
+        call, result, _weights = self.sum_call(self.plan)
         wide = len(self.routing.rows) * self.layer.hidden > _SERIAL
-        self.plan.combine_entry(arguments.buffer_info()[0], wide)
+        self.plan.sum_entry(ctypes.addressof(call), wide)
         return result
 
     def merge_outputs(
@@ -239,54 +178,58 @@ class CpuStep(base.KernelStep):
             self.outputs[at] = 0
             self.weights.view(-1)[at] = 0
 
-    def _compute_one_token(self, plan: CpuLayerPlan, group: array[int]) -> None:
+    def _compute_one_token(
+        self, plan: CpuLayerPlan, experts: Sequence[int], slots: Sequence[int]
+    ) -> None:
         """Compute one token's only group, the sum over its experts and the residual sum."""
-        arguments, result, _weights = self.sum_arguments(plan)
-        stages: list[sequence.Stage] = [
-            (plan.group_entry, group),
-            (plan.combine_entry, arguments),
-        ]
-        residual = self.residual
+        group, _lists = self.group_call(plan, experts, slots)
+        total, result, _weights = self.sum_call(plan)
+        stages, residual = [(plan.group_entry, group), (plan.sum_entry, total)], self.residual
         if residual is not None:
-            hidden = residual.shape[-1]
-            norm = library().structure("NormCall")()
-            norm.x, norm.y, norm.columns = residual.data_ptr(), result.data_ptr(), hidden
-            norm.sum = norm.y
+            norm = library().structure("NormCall")(
+                x=residual.data_ptr(),
+                y=result.data_ptr(),
+                sum=result.data_ptr(),
+                columns=residual.shape[-1],
+            )
             stages.append((plan.norm_entry, norm))
         sequence.run(stages)
         self.result = result
 
-    def sum_arguments(self, plan: CpuLayerPlan) -> tuple[array[int], Tensor, Tensor]:
-        """Make the kernel arguments that sum a step's expert outputs for each token.
+    def sum_call(self, plan: CpuLayerPlan) -> tuple[Any, Tensor, Tensor]:
+        """Make the call that sums a step's expert outputs for each token.
 
-        Return (arguments of the compiled `combine`, the tensor [T, H] for its result, the gate
+        Return (call of the kernel `sum_experts`, the tensor [T, H] for its result, the gate
         weights, which must stay alive until the call has ended).
         """
-        layer, routing, x = self.layer, self.routing, self.x
-        tokens, hidden = routing.shape[0], layer.hidden
-        bias = None if layer.norm is not None else plan.combine_bias
+        layer, x, weights = self.layer, self.x, self.weights
+        tokens, hidden = self.routing.shape[0], layer.hidden
+        bias = None if layer.norm is not None else plan.down_bias
         rounds = layer.recipe.compute is None
-        dtype = layer.recipe.sum_dtype(x, self.weights)
-        product = x.dtype if rounds and self.weights.dtype == x.dtype else torch.float32
-        weights = self.weights
+        dtype = layer.recipe.sum_dtype(x, weights)
+        product = x.dtype if rounds and weights.dtype == x.dtype else torch.float32
         narrow = weights.dtype is layer.dtype and weights.is_contiguous()
         if not narrow:
             weights = weights.float().contiguous()
         result = torch.empty(tokens, hidden, dtype=x.dtype)
         out = self.addresses[3]
-        arguments = array(
-            "q",
-            [
-                *(0, tokens, hidden, *self.routing_arguments, out, weights.data_ptr()),
-                *(out + 4 * (self.sums - self.out), result.data_ptr()),
-                *(0 if bias is None else bias.data_ptr(), int(rounds)),
-                int(x.dtype in (product, dtype)),
-                *(int(dtype == x.dtype), int(narrow)),
-            ],
+        call = plan.sum_type(
+            routing=ctypes.addressof(self.routing_call),
+            tokens=tokens,
+            hidden=hidden,
+            outputs=out,
+            bias=None if bias is None else bias.data_ptr(),
+            weights=weights.data_ptr(),
+            narrow=narrow,
+            rounds=rounds,
+            round_product=x.dtype in (product, dtype),
+            round_sum=dtype == x.dtype,
+            sums=out + 4 * (self.sums - self.out),
+            result=result.data_ptr(),
         )
-        return arguments, result, weights
+        return call, result, weights
 
-    def group_arguments(
+    def group_call(
         self,
         plan: CpuLayerPlan,
         experts: Sequence[int],
@@ -294,30 +237,39 @@ class CpuStep(base.KernelStep):
         accumulate: bool = False,
         up: bool = True,
         down: bool = True,
-    ) -> array[int]:
-        """Make the arguments of the compiled `compute_group` for some experts of a step.
+    ) -> tuple[Any, array[int]]:
+        """Make a call of the kernel `compute_group` for some experts of a step.
 
         accumulate: add to outputs that earlier segments of the experts have written
         up, down: compute the up projection, the down projection
+
+        Return (call, the lists of experts and slots, which must stay alive until it has ended).
         """
-        count, entries = len(experts), len(self.routing.rows)
-        scratch, stride = self.kernel.scratch(plan.scratch)
-        steps = plan.narrow_steps if entries > len(self.routing.experts) else plan.steps
-        return array(
-            "q",
-            [
-                *(0, 0, up, down, count, *self.routing_arguments, accumulate, *self.addresses),
-                *(
-                    scratch,
-                    stride,
-                    *plan.layer_arguments,
-                    *steps,
-                    self.narrow,
-                    self.kernel.sequential_rows,
-                ),
-                *(*slots, *experts, *[0] * count),
-            ],
+        count = len(experts)
+        lists = array("q", [*experts, *slots, *[0] * count])
+        first = lists.buffer_info()[0]
+        scratch, scratch_bytes = self.kernel.scratch(plan.scratch)
+        x, mid, act, out = self.addresses
+        call = plan.group_type(
+            layer=ctypes.addressof(plan.experts),
+            routing=ctypes.addressof(self.routing_call),
+            up=up,
+            down=down,
+            accumulate=accumulate,
+            sequential_rows=self.kernel.sequential_rows,
+            narrow=self.narrow,
+            x=x,
+            mid=mid,
+            act=act,
+            out=out,
+            scratch=scratch,
+            scratch_bytes=scratch_bytes,
+            count=count,
+            experts=first,
+            slots=first + 8 * count,
+            finished=first + 16 * count,
         )
+        return call, lists
 
     def _activate(self, layer: LayerExperts, experts: Sequence[int]) -> None:
         """Apply the module's own activation, expert by expert, as eager does."""
@@ -355,7 +307,7 @@ class CpuKernel(Kernel):
         """
         self.name = "rounded" if rounded else "native"
         # Up to so many tokens, an encoded expert's tokens are multiplied one by one.
-        self.sequential_rows = products.FEW
+        self.sequential_rows = FEW
         self.rounded, self._float32 = rounded, float32
         self._local = threading.local()
 

@@ -19,18 +19,17 @@ import torch
 from torch import Tensor
 
 from greenroom.core.pieces import Ints
-from greenroom.runtime.kernels.codegen.entries import choice
 from greenroom.runtime.kernels.dense.attention import KeyValueView, Positions
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer
 from greenroom.runtime.kernels.dense.router import RouterCall
 from greenroom.runtime.kernels.dense.stored import thread_scratch
 from greenroom.runtime.kernels.launch.openmp import BARRIER, kernel_entry
 from greenroom.runtime.kernels.launch.sequence import Arguments, address_of
-from greenroom.runtime.kernels.resident.one_token import OneTokenExperts
+from greenroom.runtime.kernels.resident.one_token import OneTokenCalls, OneTokenExperts
 from greenroom.runtime.slots.resident_tables import SlotTables
 
 AHEAD = 256  # tokens beyond the first one's that a plan has memory for
-STEP_INDEX = choice.STEP - choice.FIRST_PIECE  # of the step in SlotTables, its last item
+STEP_INDEX = SlotTables._fields.index("step")  # of the step in SlotTables, its last item
 # Bases of patched arguments: addresses of a token's inputs and outputs, then the items of
 # SlotTables after the first.
 NONE, X, OUT, COS, SIN, TABLES = range(6)
@@ -88,7 +87,7 @@ class LaunchPlan:
         self._scratch = self._scratch_addresses()  # allocated before its address is used
 
         self.router_calls: list[RouterCall] = []
-        self._expert_counts: list[tuple[array[int], int]] = []
+        self._expert_calls: list[OneTokenCalls] = []
         self._entries: list[list[int]] = []
         stages: list[list[Arguments]] = []
         for decoder_layer, view, layer_experts, first in zip(
@@ -97,7 +96,7 @@ class LaunchPlan:
             before, call = decoder_layer.stages_to_choice(
                 x, positions, view, self.residual, self.state, self._work
             )
-            region_arguments = layer_experts.region_arguments(
+            region = layer_experts.region_calls(
                 self.state.data_ptr(),
                 call.ids.data_ptr(),
                 call.weights.data_ptr(),
@@ -106,10 +105,10 @@ class LaunchPlan:
                 first,
             )
             entries = [n for entry, arg in before for n in (entry.address, address_of(arg))]
-            self._entries.append([*entries, 0, call.chosen_address, *region_arguments.entries])
-            self._expert_counts.append((region_arguments.arguments, region_arguments.count_index))
+            self._entries.append([*entries, 0, call.chosen_address, *region.entries])
+            self._expert_calls.append(region.calls)
             self.router_calls.append(call)
-            stages.append([*(arguments for _, arguments in before), region_arguments.arguments])
+            stages.append([*(arguments for _, arguments in before), region.calls.all])
         self._make_copies(stages)
         patches = np.array(list(self._patched_arguments(stages, decoder_layers, experts, views)))
         self._targets, self._layer, self._base, self._offset, self._per_token = patches.T.copy()
@@ -229,7 +228,7 @@ class LaunchPlan:
         if first not in self._regions:
             self._regions[first] = self._make_region(first)
         kernel_entry("run_stages")(address_of(self._regions[first]))
-        counts = [each[at] for each, at in self._expert_counts[first:]]
+        counts = [calls.search.found for calls in self._expert_calls[first:]]
         return counts[: counts.index(0)] if 0 in counts else counts
 
 

@@ -1,24 +1,27 @@
 """Compute one token's experts, from the router's choice to their sum, if all are resident.
 
-The compiled kernels run with one array of arguments, copied from a template. After a group of
-experts has evicted the CPU caches, Python's lists and NumPy's views take as long as the sum over
-the experts.
+The compiled kernels run with calls that are copied from a template. After a group of experts has
+evicted the CPU caches, Python's lists and NumPy's views take as long as the sum over the experts.
 """
 
 from __future__ import annotations
 
-from array import array
+import ctypes
+import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from greenroom.runtime.kernels.codegen.entries import choice, expert_group, gating, layers
-from greenroom.runtime.kernels.cpu import CpuKernel, CpuStep, layer_plan
+from greenroom.runtime.kernels.activation import RAW
+from greenroom.runtime.kernels.cpu import CpuKernel, CpuStep
+from greenroom.runtime.kernels.cpu_layer import layer_plan
 from greenroom.runtime.kernels.launch.openmp import BARRIER, kernel_entry
 from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.native.library import library
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.resident_tables import SlotTables
 
@@ -26,8 +29,63 @@ from greenroom.runtime.slots.resident_tables import SlotTables
 RunResident = Callable[[Callable[[SlotTables], tuple[int, ...]]], int | None]
 
 
+@cache
+def calls_type(top_k: int) -> Any:
+    """Make the structure of all kernel calls for one token's experts, and of their lists."""
+    structure = library().structure
+    chosen = ctypes.c_int64 * top_k
+    fields = [
+        ("search", structure("SlotSearch")),
+        ("group", structure("GroupCall")),
+        ("sum", structure("SumCall")),
+        ("norm", structure("NormCall")),
+        ("region", structure("StagesCall")),
+        ("stages", structure("Stage") * 3),
+        ("routing", structure("Routing")),
+        *((name, chosen) for name in ("experts", "slots", "finished", "tokens", "rows")),
+        ("starts", ctypes.c_int64 * (top_k + 1)),
+    ]
+    return type("OneTokenCalls", (ctypes.Structure,), {"_fields_": fields})
+
+
+class OneTokenCalls:
+    """Kernel calls for one token's experts, in memory of their own.
+
+    search, group, sum, norm: the kernels' calls
+    """
+
+    __slots__ = ("_first", "address", "all", "group", "norm", "search", "sum")
+
+    def __init__(self, template: Any) -> None:
+        """Copy a template (see `calls_type`), and set the addresses that lie in the copy."""
+        kind = type(template)
+        calls = self.all = kind.from_buffer_copy(template)
+        base = self.address = ctypes.addressof(calls)
+        at = {name: base + getattr(kind, name).offset for name, _ in kind._fields_}
+        routing, search, group = calls.routing, calls.search, calls.group
+        for name in ("experts", "starts", "tokens", "rows"):
+            setattr(routing, name, at[name])
+        group.routing = calls.sum.routing = at["routing"]
+        group.experts, group.slots, group.finished = at["experts"], at["slots"], at["finished"]
+        search.sorted, search.slots, search.ranks = at["experts"], at["slots"], at["rows"]
+        for stage, name in zip(calls.stages, ("group", "sum", "norm"), strict=True):
+            stage.call = at[name]
+        calls.region.stages = at["stages"]
+        self.search, self.group, self.sum, self.norm = search, group, calls.sum, calls.norm
+        self._first = bytes(calls)
+
+    def reset(self) -> None:
+        """Set counters to 0, and all arguments to those of the template."""
+        ctypes.memmove(self.address, self._first, len(self._first))
+
+    @property
+    def region_address(self) -> int:
+        """Return the address of the call that computes the experts and their sum."""
+        return self.address + int(type(self.all).region.offset)
+
+
 class OneTokenExperts:
-    """One MoE layer's experts for a single token, with precomputed kernel arguments.
+    """One MoE layer's experts for a single token, with precomputed kernel calls.
 
     The token chooses `top_k` experts, with gate weights of one data type.
     """
@@ -39,59 +97,28 @@ class OneTokenExperts:
         self._kernel, self._plan = kernel, plan
         self._dtype, self._hidden, self._top_k = layer.dtype, hidden, top_k
         self._weights = layer.dtype if weights is layer.dtype else torch.float32
-        # Arguments of all entries, made by the kernel for a token that chooses the first experts.
+        # The calls of the kernel for a token that chooses the first experts.
         routing = Routing.of(np.arange(top_k)[None], layer.num_experts)
         x = torch.zeros(1, hidden, dtype=layer.dtype)
         step = CpuStep(kernel, layer, x, routing, torch.zeros(1, top_k, dtype=weights))
-        group_arguments = step.group_arguments(plan, range(top_k), [0] * top_k)
-        sum_arguments = step.sum_arguments(plan)[0]
         start = step.addresses[1]
         self._mid, self._act, self._out = (step.addresses[n] - start for n in (1, 2, 3))
         self._sums, self._floats = 4 * step.sums, step.buffer.numel()
-        slots = expert_group.GROUP_ARGUMENTS
-        self._starts = len(group_arguments)
-        tokens = self._starts + top_k + 1
-        rows = tokens + top_k
-        self._combine = rows + top_k
-        self._norm = self._combine + len(sum_arguments)
-        self._stages = self._norm + layers.NORM_ARGUMENTS
-        self._find_slots = self._stages + layers.FIRST_STAGE + 6
-        norm_arguments = [0] * layers.NORM_ARGUMENTS
-        norm_arguments[layers.N_COLUMNS] = hidden
-        entries = (
-            plan.group_entry.address,
-            0,
-            plan.combine_entry.address,
-            0,
-            plan.norm_entry.address,
-            0,
+        self._type = calls_type(top_k)
+        calls = self._template = self._type(
+            group=step.group_call(plan, range(top_k), [0] * top_k)[0],
+            sum=step.sum_call(plan)[0],
+            starts=tuple(range(top_k + 1)),
         )
-        find_slots_arguments = [0] * choice.FIND_SLOTS_ARGUMENTS
-        find_slots_arguments[choice.TOP_K], find_slots_arguments[choice.NUMBER] = (
-            top_k,
-            layer.num_experts,
-        )
-        self._template = array("q", [
-            *group_arguments, *range(top_k + 1), *[0] * (2 * top_k), *sum_arguments,
-            *norm_arguments, 3, BARRIER, 0, *entries, *find_slots_arguments,
-        ])  # fmt: skip
-        # (index of an argument that is the address of another one, index of that one)
-        stages = self._stages + layers.FIRST_STAGE
-        self._internal_addresses = (
-            (expert_group.ROUTED_EXPERTS, slots + top_k), (expert_group.STARTS, self._starts),
-            (expert_group.TOKENS, tokens), (expert_group.ROWINDEX, rows),
-            (self._combine + expert_group.C_EXPERTS, slots + top_k),
-            (self._combine + expert_group.C_STARTS, self._starts),
-            (self._combine + expert_group.C_TOKENS, tokens),
-            (self._combine + expert_group.C_ROWS, rows),
-            (stages - 1, stages),
-            (stages + 1, 0), (stages + 3, self._combine), (stages + 5, self._norm),
-            (self._find_slots + choice.P_EXPERTS, slots + top_k),
-            (self._find_slots + choice.P_SLOTS, slots),
-            (self._find_slots + choice.P_RANKS, rows),
-        )  # fmt: skip
+        calls.norm.columns, calls.routing.count = hidden, top_k
+        calls.search.top_k, calls.search.experts = top_k, layer.num_experts
+        calls.region.count, calls.region.barrier = len(calls.stages), BARRIER
+        entries = plan.group_entry, plan.sum_entry, plan.norm_entry
+        for stage, entry in zip(calls.stages, entries, strict=True):
+            stage.kernel = entry.address
         self._run_stages = kernel_entry("run_stages")
-        self._find_slots_entry = kernel_entry("find_slots")
+        self._find_slots = kernel_entry("find_slots")
+        self._local = threading.local()
 
     @staticmethod
     def of(
@@ -107,7 +134,7 @@ class OneTokenExperts:
             or layer.norm is not None
         ):
             return None
-        raw = layer_plan(layer, kernel.rounded).activation.code == gating.RAW
+        raw = layer_plan(layer, kernel.rounded).activation.code == RAW
         if raw or top_k > layer.num_experts:
             return None
         return OneTokenExperts(kernel, layer, top_k, weights)
@@ -136,21 +163,19 @@ class OneTokenExperts:
         if weights.dtype is not self._weights or not weights.is_contiguous():
             weights = weights.to(self._weights).contiguous()
         buffer = self.workspace()
-        result, find_slots = torch.empty_like(x), self._find_slots
-        arguments, base = self._fill_arguments(
-            x.data_ptr(), weights.data_ptr(), residual.data_ptr(), result.data_ptr(), buffer
-        )
+        result, calls = torch.empty_like(x), self._thread_calls()
+        self._set_inputs(calls, x.data_ptr(), weights.data_ptr(), residual.data_ptr(), buffer)
+        out = result.data_ptr()
+        calls.sum.result = calls.norm.y = calls.norm.sum = out
 
         def region(tables: SlotTables) -> tuple[int, ...]:
-            arguments[find_slots + choice.IDS] = index.data_ptr()
-            arguments[find_slots + choice.FIRST_PIECE : find_slots + choice.STEP + 1] = array(
-                "q", tables
-            )
-            self._find_slots_entry(base + 8 * find_slots, False)
-            if not (count := arguments[find_slots + choice.EXPERT_COUNT]):
+            search = calls.search
+            search.ids, search.tables = index.data_ptr(), tables
+            self._find_slots(calls.address, False)
+            if not search.found:
                 return ()
-            self._run_stages(base + 8 * self._stages)
-            return (count,)
+            self._run_stages(calls.region_address)
+            return (self._top_k,)
 
         return result if run_resident(region) else None
 
@@ -158,29 +183,25 @@ class OneTokenExperts:
         """Allocate the scratch memory of one kernel call for one token's experts."""
         return torch.empty(self._floats)
 
-    def _fill_arguments(
-        self, x: int, weights: int, residual: int, out: int, buffer: Tensor
-    ) -> tuple[array[int], int]:
-        """Return (arguments of all entries, their address)."""
-        arguments = array("q", self._template)
-        base, start = arguments.buffer_info()[0], buffer.data_ptr()
-        for where, target in self._internal_addresses:
-            arguments[where] = base + 8 * target
-        arguments[expert_group.X] = x
-        arguments[expert_group.MID], arguments[expert_group.ACT] = (
-            start + self._mid,
-            start + self._act,
-        )
-        arguments[expert_group.OUT] = arguments[self._combine + expert_group.C_OUT] = (
-            start + self._out
-        )
-        arguments[expert_group.SCRATCH] = self._kernel.scratch(self._plan.scratch)[0]
-        arguments[self._combine + expert_group.C_WEIGHTS] = weights
-        arguments[self._combine + expert_group.SUMS] = start + self._sums
-        arguments[self._norm + layers.N_X] = residual
-        for where in self.output_indices:
-            arguments[where] = out
-        return arguments, base
+    def _thread_calls(self) -> OneTokenCalls:
+        """Return the calling thread's kernel calls, as in the template."""
+        calls: OneTokenCalls | None = getattr(self._local, "calls", None)
+        if calls is None:
+            calls = self._local.calls = OneTokenCalls(self._template)
+        else:
+            calls.reset()
+        return calls
+
+    def _set_inputs(
+        self, calls: OneTokenCalls, x: int, weights: int, residual: int, buffer: Tensor
+    ) -> None:
+        """Set the addresses of a token's inputs and of memory in kernel calls."""
+        group, total, start = calls.group, calls.sum, buffer.data_ptr()
+        group.x, total.weights, calls.norm.x = x, weights, residual
+        group.mid, group.act = start + self._mid, start + self._act
+        group.out = total.outputs = start + self._out
+        total.sums = start + self._sums
+        group.scratch = self._kernel.scratch(self._plan.scratch)[0]
 
     def accepts(self, weights: torch.dtype) -> bool:
         """Check that gate weights of a data type are used without conversion."""
@@ -198,10 +219,10 @@ class OneTokenExperts:
         """
         return self._kernel.scratch(stride)[0]
 
-    def region_arguments(
+    def region_calls(
         self, x: int, index: int, weights: int, residual: int, buffer: Tensor, first: int
-    ) -> RegionArguments:
-        """Make kernel arguments of an MoE layer's experts for a region of several layers.
+    ) -> RegionCalls:
+        """Make kernel calls of an MoE layer's experts for a region of several layers.
 
         x, index, weights, residual: addresses, whose values are computed in the region
         buffer: memory from `workspace`
@@ -210,45 +231,32 @@ class OneTokenExperts:
         The output's address and the slot tables must be set afterwards. The kernels compute nothing
         if a chosen expert is not loaded.
         """
-        arguments, base = self._fill_arguments(x, weights, residual, 0, buffer)
-        find_slots, stages = self._find_slots, self._stages + layers.FIRST_STAGE
-        arguments[find_slots + choice.IDS], arguments[find_slots + choice.FIRST_PIECE] = (
-            index,
-            first,
-        )
-        count = base + 8 * (find_slots + choice.EXPERT_COUNT)
-        entries = (
-            self._find_slots_entry.address,
-            base + 8 * find_slots,
-            0,
-            count,
-            *arguments[stages : stages + 6],
-        )
-        return RegionArguments(arguments, entries, find_slots + choice.EXPERT_COUNT)
+        calls = OneTokenCalls(self._template)
+        self._set_inputs(calls, x, weights, residual, buffer)
+        calls.search.ids, calls.search.tables.first = index, first
+        count = calls.address + type(calls.search).found.offset
+        stages = [n for stage in calls.all.stages for n in (stage.kernel, stage.call)]
+        return RegionCalls(calls, (self._find_slots.address, calls.address, 0, count, *stages))
 
     @property
     def tables_index(self) -> int:
-        """Return the index in the kernel arguments at which the expert slot tables begin."""
-        return self._find_slots + choice.FIRST_PIECE
+        """Return the index in the calls, in int64, at which the expert slot tables begin."""
+        return int(self._type.search.offset + type(self._template.search).tables.offset) // 8
 
     @property
     def output_indices(self) -> tuple[int, ...]:
-        """Return the indices of the output's address in the kernel arguments."""
-        return (
-            self._combine + expert_group.RESULT,
-            self._norm + layers.N_Y,
-            self._norm + layers.N_SUM,
-        )
+        """Return the indices in the calls, in int64, of the output's address."""
+        kind, total, norm = self._type, type(self._template.sum), type(self._template.norm)
+        places = (kind.sum, total.result), (kind.norm, norm.y), (kind.norm, norm.sum)
+        return tuple((call.offset + field.offset) // 8 for call, field in places)
 
 
-class RegionArguments(NamedTuple):
-    """Kernel arguments of an MoE layer's experts in a region of several layers.
+class RegionCalls(NamedTuple):
+    """Kernel calls of an MoE layer's experts in a region of several layers.
 
-    arguments:   the arguments, which must stay alive until the region has ended
-    entries:     addresses of kernels and their arguments, for `run_stages`
-    count_index: index of the argument that becomes the number of computed experts
+    calls:   the calls, which must stay alive until the region has ended
+    entries: addresses of kernels and their calls, for `run_stages`
     """
 
-    arguments: array[int]
+    calls: OneTokenCalls
     entries: tuple[int, ...]
-    count_index: int

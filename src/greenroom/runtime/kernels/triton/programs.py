@@ -13,14 +13,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from greenroom.runtime.kernels.codegen.entries import gating
+from greenroom.runtime.kernels import activation
 from greenroom.runtime.kernels.triton.expand import expand
 
 UNIT = 64  # bytes
 OTHER_UNITS = tl.constexpr(UNIT // 4)  # float32 numbers in a unit
 
-_RAW, _SILU = tl.constexpr(gating.RAW), tl.constexpr(gating.SILU)
-_SILU_FLOAT, _RELU2 = tl.constexpr(gating.SILU_FLOAT), tl.constexpr(gating.RELU2)
+_RAW, _SILU = tl.constexpr(activation.RAW), tl.constexpr(activation.SILU)
+_SILU_FLOAT, _RELU2 = tl.constexpr(activation.SILU_FLOAT), tl.constexpr(activation.RELU2)
 
 
 @triton.jit

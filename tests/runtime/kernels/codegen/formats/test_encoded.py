@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from greenroom.core.layout import BLOCKS
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.codegen.formats import codes
-from greenroom.runtime.kernels.cpu import CpuKernel, layer_plan
+from greenroom.runtime.kernels.cpu import CpuKernel
+from greenroom.runtime.kernels.cpu_layer import layer_plan
 from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.matrix import MatrixProduct, is_exact
 from greenroom.runtime.kernels.table import describe_kernel, make_kernel

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from greenroom.runtime.kernels.codegen.entries.products import FEW
 from greenroom.runtime.kernels.codegen.formats import codes
-from greenroom.runtime.kernels.cpu import CpuKernel, layer_plan
+from greenroom.runtime.kernels.cpu import FEW, CpuKernel
+from greenroom.runtime.kernels.cpu_layer import layer_plan
 from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.table import make_kernel
 from tests.runtime.kernels.codegen.formats.test_encoded import BY_NAME, sizes

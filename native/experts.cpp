@@ -1,0 +1,323 @@
+// Kernels that compute a group of experts and sum experts' outputs.
+//
+// Every thread claims ranges of channels and leaves when no range is left. So a thread that loses
+// its core for a while delays one range, not the whole computation.
+#include "experts.hpp"
+
+#include "plain.hpp"
+
+namespace {
+
+using namespace greenroom;
+
+constexpr int64_t BLOCK = 64;        // channels between the projections of one partial sum
+constexpr int64_t MANY = 8;          // from so many rows on an expert's weights are widened once
+constexpr int64_t WIDENED_ROWS = 16;  // at a time
+constexpr int64_t SUM_COLUMNS = 256;  // of a unit of a sum over experts
+
+INLINE int64_t up_rounded(int64_t n, int64_t step) { return (n + step - 1) / step; }
+
+struct Range {
+    int64_t start, stop;
+};
+
+// The entries of a routing that belong to one of its experts.
+INLINE Range entries_of(const Routing& routing, int64_t expert) {
+    int64_t low = 0, high = routing.count - 1;
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (routing.experts[middle] < expert) low = middle + 1;
+        else high = middle;
+    }
+    return {routing.starts[low], routing.starts[low + 1]};
+}
+
+// A product of input rows `entries` with `count` rows (or columns) of an expert's matrix, from
+// number `first` on. The matrix has `inputs` columns and `outputs` rows, or is transposed.
+struct Product {
+    int64_t inputs, outputs, first, count, block;
+    bool carry;
+    RowsOf rows;
+    Range entries;
+};
+
+template <class T>
+INLINE bool widens(const Product& p) {
+    return p.entries.stop - p.entries.start >= MANY && !std::is_same_v<T, float>;
+}
+
+template <class T>
+void multiply_plain(const T* matrix, const Product& p, uint8_t* scratch) {
+    const int64_t K = p.inputs, start = p.entries.start, stop = p.entries.stop;
+    const T* w = matrix + p.first * K;
+    if (!widens<T>(p)) {
+        int64_t row_bytes = K * sizeof(T);
+        dots(w, row_bytes, K, p.count, p.block, p.carry, p.rows, p.first, start, stop);
+        return;
+    }
+    const float* wide = (float*)scratch;
+    for (int64_t n = 0; n < p.count; n += WIDENED_ROWS) {
+        int64_t count = least(WIDENED_ROWS, p.count - n);
+        widen(w + n * K, count * K, (float*)scratch);
+        dots(wide, 4 * K, K, count, p.block, p.carry, p.rows, p.first + n, start, stop);
+    }
+}
+
+// For many rows, strips of the matrix are converted to float32 block by block, once for all rows.
+template <class T>
+void multiply_transposed(const T* matrix, const Product& p, uint8_t* scratch) {
+    constexpr int64_t tile = STRIP * LANES;
+    const int64_t K = p.inputs, start = p.entries.start, stop = p.entries.stop;
+    const T* w = matrix + p.first;
+    float *wide = (float*)scratch, *cells = wide + tile * BLOCK;
+    if (!widens<T>(p)) {
+        int64_t row_bytes = p.outputs * sizeof(T);
+        axpys(w, row_bytes, K, p.count, p.block, p.carry, p.rows, p.first, start, stop, wide);
+        return;
+    }
+    for (int64_t n = 0; n < p.count; n += tile) {
+        int64_t count = least(tile, p.count - n);
+        for (int64_t k = 0; k < K; k += p.block) {
+            int64_t depth = least(p.block, K - k);
+            for (int64_t i = 0; i < depth; i++)
+                widen(w + n + (k + i) * p.outputs, count, wide + tile * i);
+            RowsOf rows = p.rows;
+            rows.x += k;
+            axpys((const float*)wide, 4 * tile, depth, count, depth, p.carry || k > 0, rows,
+                  p.first + n, start, stop, cells);
+        }
+    }
+}
+
+// The input row that a thread's scratch memory has as integers, and the format that packed it.
+struct Packed {
+    const float* row;
+    const Format* format;
+};
+
+// Up to `sequential_rows` input rows are multiplied one by one, with weights in registers. The
+// result for a row is then bit for bit that of a batch of one. For more rows, rows of weights are
+// decoded to the scratch memory.
+INLINE void multiply_encoded(
+    const EncodedMatrix& matrix, const Product& p, uint8_t* scratch, int64_t sequential_rows,
+    Packed& packed, const uint8_t* next) {
+    const int64_t start = p.entries.start, stop = p.entries.stop, K = p.inputs;
+    if (packed.format != matrix.format) packed = {nullptr, matrix.format};
+    if (stop - start <= sequential_rows) {
+        for (int64_t j = start; j < stop; j++)
+            packed.row = multiply_row(
+                matrix, K, p.first, p.count, p.block, p.carry, p.rows.input(j),
+                p.rows.result(j) + p.first, scratch, packed.row, next);
+        return;
+    }
+    packed.row = nullptr;
+    for (int64_t n = 0; n < p.count; n += WIDENED_ROWS) {
+        int64_t count = least(WIDENED_ROWS, p.count - n);
+        const float* w = expanded_rows(matrix, K, p.first + n, count, scratch);
+        dots(w, 4 * K, K, count, p.block, p.carry, p.rows, p.first + n, start, stop);
+    }
+}
+
+// Channels of a unit of up projections, and columns of one of down projections. Its first rows are
+// not prefetched, and rows of encoded matrices are short, so their units are larger. A transposed
+// matrix is read along its long rows where each expert has one token, and in narrow strips for
+// several tokens.
+struct Steps {
+    int64_t up, down;
+};
+INLINE Steps steps_of(const ExpertLayer& layer, const Routing& routing) {
+    bool several = routing.starts[routing.count] > routing.count;
+    if (layer.transposed)
+        return several ? Steps{128, 128}
+                       : Steps{least(512, up_rounded(layer.inner, 256) * 128),
+                               least(1024, up_rounded(layer.hidden, 256) * 128)};
+    return layer.up.format && !several ? Steps{64, 128} : Steps{32, 64};
+}
+
+// A unit of work: a range of channels of one expert's up or down projection. Its matrix rows are
+// one range, or two ranges for gate and up projection, `inner` rows apart.
+struct Unit {
+    bool up;
+    int64_t place;  // of the expert in the group
+    Range channels;
+    int64_t first, rows, ranges;
+};
+
+// One thread's work on a group of experts.
+template <class T>
+struct Group {
+    GroupCall& call;
+    const ExpertLayer& layer;
+    Steps steps;
+    int64_t ups, downs;      // units of one expert's projections
+    int64_t up_total, total;  // units of all experts
+    const float* x;
+    uint8_t* scratch;
+    Packed packed{};
+
+    explicit Group(GroupCall& c)
+        : call(c), layer(*c.layer), steps(steps_of(layer, *c.routing)),
+          ups(up_rounded(layer.inner, steps.up)), downs(up_rounded(layer.hidden, steps.down)),
+          up_total(c.up ? c.count * ups : 0), total(up_total + (c.down ? c.count * downs : 0)),
+          x((const float*)c.x), scratch(c.scratch + claim(c.threads) * c.scratch_bytes) {
+        if (!c.narrow) return;
+        // One token: each thread widens a copy of its own.
+        widen((const T*)c.x, layer.hidden, (float*)scratch);
+        x = (float*)scratch;
+        scratch += 4 * layer.hidden;
+    }
+
+    int64_t pairs() const { return layer.width > layer.inner ? 2 : 1; }
+
+    const uint8_t* slot(int64_t place) const {
+        return layer.slots + call.slots[place] * layer.slot_bytes;
+    }
+
+    INLINE Unit unit(int64_t number) const {
+        if (number < up_total) {
+            int64_t start = number % ups * steps.up, stop = least(start + steps.up, layer.inner);
+            int64_t ranges = layer.interleaved ? 1 : pairs(), wide = pairs() / ranges;
+            Range channels{start, stop};
+            return {true, number / ups, channels, start * wide, (stop - start) * wide, ranges};
+        }
+        number -= up_total;
+        int64_t start = number % downs * steps.down;
+        int64_t stop = least(start + steps.down, layer.hidden);
+        return {false, number / downs, {start, stop}, start, stop - start, 1};
+    }
+
+    // The codes that some thread reads next, after those of its present unit.
+    INLINE const uint8_t* next_codes() const {
+        Unit next = unit(current(call.cursor));
+        const Layout& layout = next.up ? *layer.up.layout : *layer.down.layout;
+        return row_codes(layout, slot(least(next.place, call.count - 1)), next.first);
+    }
+
+    INLINE Product product(const Unit& unit, int64_t expert) const {
+        Range entries = entries_of(*call.routing, expert);
+        if (unit.up) {
+            RowsOf rows{x, layer.hidden, call.routing->tokens, call.mid, layer.width, nullptr};
+            int64_t block = layer.transposed ? BLOCK : layer.hidden;
+            return {layer.hidden, layer.width, unit.first, unit.rows, block, false, rows, entries};
+        }
+        RowsOf rows{call.act, layer.inner, nullptr, call.out, layer.hidden, call.routing->rows};
+        return {layer.inner, layer.hidden, unit.first,  unit.rows,
+                BLOCK,       call.accumulate != 0, rows, entries};
+    }
+
+    INLINE void compute(const Unit& unit) {
+        const int64_t expert = call.experts[unit.place];
+        const uint8_t* base = slot(unit.place);
+        Product product = this->product(unit, expert);
+        for (int64_t range = 0; range < unit.ranges; range++, product.first += layer.inner) {
+            const ExpertMatrix& matrix = !unit.up ? layer.down : range ? layer.second : layer.up;
+            if (matrix.format) {
+                bool last = range == unit.ranges - 1;
+                const uint8_t* next =
+                    last ? next_codes()
+                         : row_codes(*layer.second.layout, base, unit.first + layer.inner);
+                multiply_encoded({matrix.format, matrix.layout, base}, product, scratch,
+                                 call.sequential_rows, packed, next);
+            } else if (layer.transposed) {
+                multiply_transposed((const T*)(base + matrix.offset), product, scratch);
+            } else {
+                multiply_plain((const T*)(base + matrix.offset), product, scratch);
+            }
+        }
+        if (unit.up) activate_unit(unit, expert, product.entries);
+    }
+
+    // Round a part of an expert's up projection, add its bias and apply the activation.
+    INLINE void activate_unit(const Unit& unit, int64_t expert, const Range& entries) {
+        const int64_t inner = layer.inner, width = layer.width, start = unit.channels.start;
+        for (int64_t j = entries.start; j < entries.stop; j++) {
+            float* row = call.mid + j * width;
+            for (int64_t range = 0; range < unit.ranges; range++) {
+                int64_t at = unit.first + range * inner;
+                const T* bias = layer.bias ? (const T*)layer.bias + expert * width + at : nullptr;
+                round_and_add_bias(row + at, bias, unit.rows, layer.rounds);
+            }
+            const float* gate = row + unit.first;
+            const float* up = gate + (layer.interleaved ? 1 : width - inner);
+            activate<T>(layer.activation, gate, up, layer.interleaved,
+                        call.act + j * inner + start, unit.channels.stop - start);
+        }
+    }
+};
+
+template <class T>
+void group(GroupCall& call) {
+    Group<T> group(call);
+    for (int64_t number; (number = claim(call.cursor)) < group.total;) {
+        Unit unit = group.unit(number);
+        if (!unit.up && call.up) await(call.finished[unit.place], group.ups);
+        group.compute(unit);
+        if (unit.up) claim(call.finished[unit.place]);
+    }
+}
+
+// Add n expert outputs times a gate weight to sums.
+template <class T>
+INLINE void add_weighted(const SumCall& call, float* sums, const float* y, float weight, int64_t n) {
+    auto add = [&](auto formula) INLINE_LAMBDA {
+        over_row(n, [&](int64_t at, int64_t left) INLINE_LAMBDA {
+            put(sums, at, left, formula(get(sums, at, left), get(y, at, left) * weight));
+        });
+    };
+    if (call.round_product && call.round_sum)
+        add([](const Floats& sum, const Floats& product) INLINE_LAMBDA {
+            return rounded<T>(sum + rounded<T>(product));
+        });
+    else if (call.round_product)
+        add([](const Floats& sum, const Floats& product) INLINE_LAMBDA {
+            return sum + rounded<T>(product);
+        });
+    else
+        add([](const Floats& sum, const Floats& product) INLINE_LAMBDA { return sum + product; });
+}
+
+template <class T>
+void sum(SumCall& call) {
+    const Routing& routing = *call.routing;
+    const int64_t hidden = call.hidden;
+    for (int64_t start; (start = claim(call.cursor) * SUM_COLUMNS) < hidden;) {
+        const int64_t n = least(SUM_COLUMNS, hidden - start);
+        for (int64_t t = 0; t < call.tokens; t++)
+            std::memset(call.sums + t * hidden + start, 0, 4 * n);
+        for (int64_t i = 0; i < routing.count; i++) {
+            int64_t biases = routing.experts[i] * hidden + start;
+            const T* bias = call.bias ? (const T*)call.bias + biases : nullptr;
+            for (int64_t j = routing.starts[i]; j < routing.starts[i + 1]; j++) {
+                int64_t row = routing.rows[j];
+                float* y = call.outputs + row * hidden + start;
+                round_and_add_bias(y, bias, n, call.rounds);
+                float weight = call.narrow ? to_float(((const T*)call.weights)[row])
+                                           : ((const float*)call.weights)[row];
+                float* sums = call.sums + routing.tokens[j] * hidden + start;
+                add_weighted<T>(call, sums, y, weight, n);
+            }
+        }
+        for (int64_t t = 0; t < call.tokens; t++) {
+            int64_t place = t * hidden + start;
+            const float* sums = call.sums + place;
+            T* result = (T*)call.result + place;
+            over_row(n, [&](int64_t at, int64_t left) INLINE_LAMBDA {
+                put(result, at, left, get(sums, at, left));
+            });
+        }
+    }
+}
+
+}  // namespace
+
+// Bytes of a thread's scratch memory for a group of experts: rows of weights that are widened at a
+// time, or a block of a strip and a panel's sums. An encoded product needs three more rows. One
+// token's x lies before them.
+EXPORT int64_t expert_scratch_bytes(int64_t hidden, int64_t inner) {
+    int64_t rows = (WIDENED_ROWS + 3) * (hidden > inner ? hidden : inner);
+    int64_t strip = BLOCK * STRIP * LANES;
+    return 4 * ((rows > strip ? rows : strip) + 1024 + up_rounded(hidden, LANES) * LANES);
+}
+
+KERNELS(compute_group, GroupCall, group)
+KERNELS(sum_experts, SumCall, sum)

@@ -1,0 +1,71 @@
+"""Constant arguments of the compiled CPU kernels for one MoE layer."""
+
+from __future__ import annotations
+
+import ctypes
+
+from greenroom.core.layout import PLAIN
+from greenroom.runtime.kernels.activation import Activation, find_activation
+from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
+from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.matrix import products_of
+from greenroom.runtime.kernels.native.library import library
+
+SCRATCH_BYTES = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+class CpuLayerPlan:
+    """The compiled kernel entries and constant arguments of one MoE layer on the CPU.
+
+    experts: the layer's experts as kernels read them (native/experts.hpp)
+    scratch: bytes of scratch memory that a thread needs
+    """
+
+    __slots__ = (
+        *("activation", "experts", "group_entry", "matrices", "norm_entry", "rounded", "scratch"),
+        *("down_bias", "group_type", "routing_type", "sum_entry", "sum_type", "up_bias"),
+    )
+
+    def __init__(self, layer: LayerExperts, rounded: bool = False) -> None:
+        self.activation: Activation = find_activation(layer)
+        self.rounded = rounded
+        weights = layer.up_weight, layer.down_weight
+        encoded = any(weight.encoding != PLAIN for weight in weights)
+        self.group_entry: KernelEntry = kernel_entry("compute_group", layer.dtype)
+        self.sum_entry: KernelEntry = kernel_entry("sum_experts", layer.dtype)
+        self.norm_entry: KernelEntry = kernel_entry("add_and_norm", layer.dtype)
+        pairs = [products_of(w, layer.dtype, rounded) for w in weights] if encoded else []
+        self.matrices = [pairs[0][0], pairs[1][0], pairs[0][1]] if encoded else []
+        self.up_bias, self.down_bias = layer.up_bias, layer.down_bias
+        structure = library().structure
+        self.group_type, self.sum_type = structure("GroupCall"), structure("SumCall")
+        self.routing_type = structure("Routing")
+        address = library().address("expert_scratch_bytes")
+        self.scratch: int = SCRATCH_BYTES(address)(layer.hidden, layer.inner)
+        experts = self.experts = structure("ExpertLayer")(
+            slots=layer.slots.address(0),
+            slot_bytes=layer.slots.stride,
+            hidden=layer.hidden,
+            inner=layer.inner,
+            width=layer.width,
+            interleaved=layer.interleaved,
+            transposed=layer.transposed and not encoded,
+            rounds=layer.recipe.compute is None,
+            bias=None if self.up_bias is None else self.up_bias.data_ptr(),
+        )
+        for name in ("code", "limit", "alpha"):
+            setattr(experts.activation, name, getattr(self.activation, name))
+        experts.up.offset, experts.down.offset = layer.up.offset, layer.down.offset
+        places = experts.up, experts.down, experts.second
+        for place, matrix in zip(places, self.matrices, strict=bool(encoded)):
+            place.format, place.layout = matrix.arguments
+
+
+def layer_plan(layer: LayerExperts, rounded: bool = False) -> CpuLayerPlan:
+    """Return an MoE layer's compiled CPU entries and arguments, built at the first call.
+
+    `rounded`: encoded weights are rounded to the model's data type before use.
+    """
+    if not isinstance(layer.plan, CpuLayerPlan) or layer.plan.rounded != rounded:
+        layer.plan = CpuLayerPlan(layer, rounded)
+    return layer.plan
