@@ -258,7 +258,8 @@ void group(GroupCall& call) {
 
 // Add n expert outputs times a gate weight to sums.
 template <class T>
-INLINE void add_weighted(const SumCall& call, float* sums, const float* y, float weight, int64_t n) {
+INLINE void add_weighted(
+    const SumCall& call, float* sums, const float* y, float weight, int64_t n) {
     auto add = [&](auto formula) INLINE_LAMBDA {
         over_row(n, [&](int64_t at, int64_t left) INLINE_LAMBDA {
             put(sums, at, left, formula(get(sums, at, left), get(y, at, left) * weight));
