@@ -99,7 +99,7 @@ struct Packed {
 // result for a row is then bit for bit that of a batch of one. For more rows, rows of weights are
 // decoded to the scratch memory.
 INLINE void multiply_encoded(
-    const EncodedMatrix& matrix, const Product& p, uint8_t* scratch, int64_t sequential_rows,
+    const Matrix& matrix, const Product& p, uint8_t* scratch, int64_t sequential_rows,
     Packed& packed, const uint8_t* next) {
     const int64_t start = p.entries.start, stop = p.entries.stop, K = p.inputs;
     if (packed.format != matrix.format) packed = {nullptr, matrix.format};
