@@ -395,6 +395,24 @@ INLINE void store_halves(void* address, const Floats& a) {
     });
 }
 
+// Load two float16 as eight equal float32 each.
+INLINE Floats two_halves(const void* address) {
+#if defined(__AVX512F__)
+    __m128 two = _mm_cvtph_ps(_mm_cvtsi32_si128(read<int32_t>(address)));
+    __m512i picks = (__m512i)halves_of_part<int32_t>(0, 1);
+    return {(Part<float>)_mm512_permutexvar_ps(picks, _mm512_castps128_ps512(two))};
+#elif defined(__AVX2__)
+    __m128 two = _mm_cvtph_ps(_mm_cvtsi32_si128(read<int32_t>(address)));
+    return {(Part<float>)_mm256_broadcastss_ps(two),
+            (Part<float>)_mm256_broadcastss_ps(_mm_movehdup_ps(two))};
+#else
+    uint16x4_t two = vreinterpret_u16_u32(vdup_n_u32(read<uint32_t>(address)));
+    float32x4_t wide = vcvt_f32_f16(vreinterpret_f16_u16(two));
+    float32x4_t first = vdupq_laneq_f32(wide, 0), second = vdupq_laneq_f32(wide, 1);
+    return {first, first, second, second};
+#endif
+}
+
 // Convert one float16 to float32.
 INLINE float half_to_float(uint16_t half) {
 #if defined(__x86_64__)
@@ -584,6 +602,46 @@ INLINE TwoSums half_sums(const Floats& a) {
     store(lane, a);
     auto four = [&](int i) { return (lane[i] + lane[i + 4]) + (lane[i + 2] + lane[i + 6]); };
     return {four(0) + four(1), four(8) + four(9)};
+}
+
+// The same for four vectors.
+struct FourTwoSums {
+    FourFloats first, second;
+};
+INLINE FourTwoSums half_sums(
+    const Floats& a, const Floats& b, const Floats& c, const Floats& d) {
+#if defined(__AVX512F__)
+    auto four = [](const Floats& v, const Floats& w) INLINE_LAMBDA {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(v.part[0], w.part[0], 0x88),
+                             _mm512_shuffle_f32x4(v.part[0], w.part[0], 0xdd));
+    };
+    __m512 ab = four(a, b), cd = four(c, d);
+    __m512 two = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    __m512 one = _mm512_add_ps(_mm512_shuffle_ps(two, two, 0x88),
+                               _mm512_shuffle_ps(two, two, 0xdd));
+    auto quarter = [&](auto i) INLINE_LAMBDA { return _mm512_extractf32x4_ps(one, i); };
+    return {(FourFloats)_mm_unpacklo_ps(quarter(constant<0>), quarter(constant<2>)),
+            (FourFloats)_mm_unpacklo_ps(quarter(constant<1>), quarter(constant<3>))};
+#elif defined(__AVX2__)
+    auto sums = [&](auto p) INLINE_LAMBDA {
+        auto four = [](__m256 x, __m256 y) INLINE_LAMBDA {
+            return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20),
+                                 _mm256_permute2f128_ps(x, y, 0x31));
+        };
+        __m256 ab = four(a.part[p], b.part[p]), cd = four(c.part[p], d.part[p]);
+        __m256 two = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44),
+                                   _mm256_shuffle_ps(ab, cd, 0xee));
+        __m256 one = _mm256_add_ps(_mm256_shuffle_ps(two, two, 0x88),
+                                   _mm256_shuffle_ps(two, two, 0xdd));
+        return (FourFloats)_mm_unpacklo_ps(_mm256_castps256_ps128(one),
+                                           _mm256_extractf128_ps(one, 1));
+    };
+    return {sums(constant<0>), sums(constant<1>)};
+#else
+    TwoSums all[4] = {half_sums(a), half_sums(b), half_sums(c), half_sums(d)};
+    return {{all[0].first, all[1].first, all[2].first, all[3].first},
+            {all[0].second, all[1].second, all[2].second, all[3].second}};
+#endif
 }
 
 // Products of integers.

@@ -34,14 +34,13 @@ constexpr int EIGHT_MINIMA[] = {0, 1, 2, 3, 8, 9, 10, 11};
 INLINE void put_scales_and_minima(const Row& row, int block_bytes) {
     for (int64_t block = 0; block < row.inputs / 256; block++) {
         const uint8_t* at = row.codes + block * block_bytes;
-        float d = half_at(at), low = half_at(at + 2);
         Four head = read<Four>(at);  // d and dmin, then 12 bytes
         Four first = __builtin_shufflevector(head, head, 1, 3, 2, 3) >> Four{0, 0, 0, 4};
         Four second = __builtin_shufflevector(head, head, 1, 1, 2, 2) >> 2;
         Four six = (first & Four{0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f}) |
                    (second & Four{0, 0x30303030, 0, 0x30303030});
-        Floats both = to_floats(load_ints<uint8_t>(&six)) * halves(d, -low);
-        if (row.powers) both = both * joined(row.powers + 8 * block, 1.0f);
+        Floats both = to_floats(load_ints<uint8_t>(&six)) * two_halves(at);
+        both = both * (row.powers ? joined(row.powers + 8 * block, -1.0f) : halves(1.0f, -1.0f));
         store_half(row.ready + 8 * block, both, 0);
         store_half(row.minima() + 8 * block, both, 1);
     }

@@ -50,6 +50,23 @@ constexpr int unit_of() {
     return 64;
 }
 
+INLINE void add_four(const FourFloats& sums, float (&totals)[4]) {
+    each<4>([&](auto n) INLINE_LAMBDA { totals[n] += sums[(int)n]; });
+}
+
+// Add the sums of one or two blocks of 64 inputs of four rows.
+template <bool ONE, bool PAIRED>
+INLINE void add_sums(const Floats (&sums)[4][2], float (&totals)[4]) {
+    if constexpr (!ONE && PAIRED) {
+        FourTwoSums two = half_sums(sums[0][0], sums[1][0], sums[2][0], sums[3][0]);
+        add_four(two.first, totals);
+        return add_four(two.second, totals);
+    }
+    add_four(lane_sums(sums[0][0], sums[1][0], sums[2][0], sums[3][0]), totals);
+    if constexpr (!ONE)
+        add_four(lane_sums(sums[0][1], sums[1][1], sums[2][1], sums[3][1]), totals);
+}
+
 // Multiply N rows with one input row, and write or add N sums. x: float32, or packed.
 template <class F, class T, int N, bool INTEGERS>
 INLINE void multiply_tile(
@@ -90,7 +107,9 @@ INLINE void multiply_tile(
             auto add = [&](auto n, auto block, const Floats& value, const Floats& factor)
                 INLINE_LAMBDA { sums[n][block] = fma(value, factor, sums[n][block]); };
             iterate(at, left, add);
-            each<N>([&](auto n) INLINE_LAMBDA {
+            if constexpr (N == 4 && unit == 64) return add_sums<true, false>(sums, totals);
+            else if constexpr (N == 4) return add_sums<false, F::paired>(sums, totals);
+            else each<N>([&](auto n) INLINE_LAMBDA {
                 if constexpr (unit == 64) {
                     totals[n] += lane_sum(sums[n][0]);
                 } else if constexpr (F::paired) {
@@ -112,15 +131,19 @@ INLINE void multiply_tile(
         for (int64_t at = 0; at < whole; at += unit) iterate(at, unit, grow);
         if constexpr (F::block_inputs % unit != 0)
             if (whole < inputs) iterate(whole, inputs - whole, grow);
-        each<N>([&](auto n) INLINE_LAMBDA { totals[n] += lane_sum(sums[n]); });
+        if constexpr (N == 4) add_four(lane_sums(sums[0], sums[1], sums[2], sums[3]), totals);
+        else each<N>([&](auto n) INLINE_LAMBDA { totals[n] += lane_sum(sums[n]); });
     }
     each<N>([&](auto n) INLINE_LAMBDA { out[n] = totals[n]; });
 }
 
 // The row of a tensor that several rows of codes share.
+//
+// The division is a function of its own, since it takes as long as half a row of 4-bit codes: the
+// compiler would divide by 1 too.
+[[gnu::noinline, gnu::cold]] inline int64_t quotient(int64_t a, int64_t b) { return a / b; }
 INLINE int64_t shared_row(int64_t row, int64_t rows_per_row) {
-    // Without a branch, the division would take as long as half a row of 4-bit codes.
-    return rows_per_row == 1 ? row : row / rows_per_row;
+    return rows_per_row == 1 ? row : quotient(row, rows_per_row);
 }
 
 // Row number n of a call. Its scales have a place of their own in the scratch memory.
