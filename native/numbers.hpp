@@ -110,7 +110,7 @@ INLINE float rounded(float number) {
     return to_float(from_float<T>(number));
 }
 
-// Round a quantised weight to the model's type; the result is float32.
+// Round a quantised weight to the type of its scales; the result is float32.
 //
 // For bfloat16, adding 1.5 * 2^16 times its own power of two to a number leaves 8 significant bits,
 // ties to even. That is right for zeros and for numbers from 2^-126 to 2^110, as weights are, and

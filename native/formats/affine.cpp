@@ -1,6 +1,6 @@
 // Affine encodings: integer codes in groups, a scale and a zero for each group of a row.
 //
-// A weight is scale * (code - zero), rounded to the type of the scales and then to the model's.
+// A weight is scale * (code - zero), rounded to the type of the scales.
 // runtime/encodings/affine.py has the layouts. A group has 32 inputs or more.
 #include "decoding.hpp"
 #include "product.hpp"
@@ -91,13 +91,6 @@ INLINE void put_scales(const Row& row) {
     });
 }
 
-// Round to the scales' type, which is done with the model's type if both are the same.
-template <class Scale, class T>
-INLINE Floats rounded_first(const Floats& a) {
-    if constexpr (std::is_same_v<Scale, T>) return a;
-    else return rounded_weight<Scale>(a);
-}
-
 // BITS: 4 or 8. Code: type of zeros and, if they have 8 bits, of codes.
 template <Kind KIND, int BITS, class Code, class Scale>
 struct Affine {
@@ -119,26 +112,24 @@ struct Affine {
         else return {{load_ints<Code>(row.codes + at), load_ints<Code>(row.codes + at + LANES)}};
     }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         if constexpr (KIND == INDEXED)
-            return by_index<T>(
+            return by_index(
                 codes(row, at), row.ready, row.group + 4 * at, (row.inputs >> 5) - 1);
         constexpr float middle = std::is_signed_v<Code> ? 0 : 1 << (BITS - 1);
         const float* ready = row.ready + (at >> 5) * (KIND == AFFINE ? 2 : 1);
         Floats scale = all(ready[0]), zero = all(KIND == AFFINE ? ready[1] : middle);
         auto weight = [&](const Floats& code) INLINE_LAMBDA {
-            return rounded_first<Scale, T>(scale * (code - zero));
+            return rounded_weight<Scale>(scale * (code - zero));
         };
         Codes found = codes(row, at);
-        if constexpr (BITS == 4) return decode_four_bits<T>(found, weight);
-        else return rounded_weights<T>(weight(to_floats(found.part[0])),
+        if constexpr (BITS == 4) return decode_four_bits(found, weight);
+        else return weights_of(weight(to_floats(found.part[0])),
                                        weight(to_floats(found.part[1])));
     }
 
     // Decode weights whose inputs are in `groups` in any order. A group that does not exist is read
     // as one within the row's scales, up to `last`. The function is long, and a call takes little.
-    template <class T>
     [[gnu::noinline]] static Weights by_index(
         Codes found, const float* ready, const uint8_t* groups, uint32_t last) {
         Weights weights;
@@ -148,7 +139,7 @@ struct Affine {
             Floats code = to_floats(BITS == 4 ? found.part[n] & 15 : found.part[n]);
             Pairs both = pairs(pairs_at(ready, index), pairs_at(ready, index + 8));
             Floats weight = both.first * (code - both.second);
-            weights.part[n] = rounded_weight<T>(rounded_first<Scale, T>(weight));
+            weights.part[n] = rounded_weight<Scale>(weight);
         });
         return weights;
     }

@@ -278,7 +278,6 @@ struct Codebook {
             Of::put_scales(row.codes + block * Of::bytes, out);
     }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         const uint8_t* block = row.codes + (at >> 8) * Of::bytes;
         Group group = Of::weights(block, at >> 5 & 7);
@@ -286,7 +285,7 @@ struct Codebook {
         Weights weights;
         each<2>([&](auto n) INLINE_LAMBDA {
             Floats scale = all(scales[Of::shift == 4 ? n : 0]);
-            weights.part[n] = rounded_weight<T>(to_floats(widened(group.half[n])) * scale);
+            weights.part[n] = to_floats(widened(group.half[n])) * scale;
         });
         return weights;
     }
@@ -301,14 +300,13 @@ struct TQ20 {
             put_eight(row.ready + 8 * block, Eight{}, half_at(row.codes + block * 66 + 64), 0, 1);
     }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         const uint8_t* codes = row.codes + (at >> 8) * block_bytes + (at >> 2 & 32);
         Floats scale = all(row.ready[at >> 5]);
         Weights weights;
         for (int i = 0; i < 2; i++) {
             Ints code = (load_ints<uint8_t>(codes + LANES * i) >> (at >> 4 & 6)) & 3;
-            weights.part[i] = rounded_weight<T>(to_floats(code - 1) * scale);
+            weights.part[i] = to_floats(code - 1) * scale;
         }
         return weights;
     }

@@ -1,7 +1,7 @@
 // Decoding of 32 weights (`decode` in product.hpp), for formats of several families.
 //
 // Where a vector is one register, codes of four bits are looked up in a table of their 16 weights,
-// which is computed and rounded once. Elsewhere each weight is computed. The bits are the same.
+// which is computed once. Elsewhere each weight is computed. The bits are the same.
 #pragma once
 
 #include "loads.hpp"
@@ -31,42 +31,39 @@ INLINE Floats code_numbers() {
     return lanes_of<float>([](int i) { return (float)i; });
 }
 
-// Decode codes of four bits: weight(codes in float32), rounded to T.
-template <class T, class Weight>
+// Decode codes of four bits: weight(codes in float32).
+template <class Weight>
 INLINE Weights decode_four_bits(const Codes& codes, Weight weight) {
     if constexpr (ONE_REGISTER) {
-        Floats table = rounded_weight<T>(weight(code_numbers()));
+        Floats table = weight(code_numbers());
         return {{look_up(table, codes.part[0]), look_up(table, codes.part[1])}};
     } else {
-        return rounded_weights<T>(weight(to_floats(codes.part[0] & 15)),
+        return weights_of(weight(to_floats(codes.part[0] & 15)),
                                   weight(to_floats(codes.part[1] & 15)));
     }
 }
 
-// Decode codes of four bits: scale * (code - 8), rounded to T.
-template <class T>
+// Decode codes of four bits: scale * (code - 8).
 INLINE Weights decode_symmetric(const Codes& codes, float scale) {
-    return decode_four_bits<T>(codes, [&](const Floats& code) INLINE_LAMBDA {
+    return decode_four_bits(codes, [&](const Floats& code) INLINE_LAMBDA {
         return (code - 8) * scale;
     });
 }
 
-// Decode codes of four bits: scale * numbers[code], rounded to T.
-template <class T>
+// Decode codes of four bits: scale * numbers[code].
 INLINE Weights decode_from_table(const Codes& codes, const Floats& numbers, float scale) {
     if constexpr (ONE_REGISTER) {
-        Floats table = rounded_weight<T>(numbers * scale);
+        Floats table = numbers * scale;
         return {{look_up(table, codes.part[0]), look_up(table, codes.part[1])}};
     } else {
-        return rounded_weights<T>(look_up(numbers, codes.part[0]) * scale,
+        return weights_of(look_up(numbers, codes.part[0]) * scale,
                                   look_up(numbers, codes.part[1]) * scale);
     }
 }
 
-// Decode 32 signed bytes: code * scale, rounded to T.
-template <class T>
+// Decode 32 signed bytes: code * scale.
 INLINE Weights decode_bytes(const uint8_t* codes, float scale) {
-    return rounded_weights<T>(to_floats(load_ints<int8_t>(codes)) * scale,
+    return weights_of(to_floats(load_ints<int8_t>(codes)) * scale,
                               to_floats(load_ints<int8_t>(codes + LANES)) * scale);
 }
 

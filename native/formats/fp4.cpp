@@ -83,13 +83,12 @@ struct NVFP4 {
         });
     }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         Codes codes = codes_of_neighbours(row.codes + (at >> 1));
         Weights weights;
         for (int i = 0; i < 2; i++) {
             Floats table = load<float>(E2M1) * all(row.ready[(at >> 4) + i]);
-            weights.part[i] = look_up(rounded_weight<T>(table), codes.part[i]);
+            weights.part[i] = look_up(table, codes.part[i]);
         }
         return weights;
     }
@@ -133,14 +132,13 @@ struct GGUF {
         if (SCALED && !row.powers) row.minima()[0] = read<float>(row.scale);
     }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         const uint8_t* codes = row.codes + (at >> 6) * block_bytes + 4 + (at >> 1 & 16);
         Weights weights;
         for (int i = 0; i < 2; i++) {
             Floats table = twice_e2m1(0) * all(row.ready[(at >> 4) + i]);
             if constexpr (SCALED) table = table * all(row.minima()[0]);
-            weights.part[i] = look_up(rounded_weight<T>(table), load_two_eights(codes + 8 * i));
+            weights.part[i] = look_up(table, load_two_eights(codes + 8 * i));
         }
         return weights;
     }

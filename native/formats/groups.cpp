@@ -20,7 +20,6 @@ struct Plain {
 
     INLINE static void prepare(const Row&) {}
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         const W* weights = (const W*)row.codes + at;
         return {{load_as_floats(weights), load_as_floats(weights + LANES)}};
@@ -36,9 +35,8 @@ struct Int8 {
         prepare_contiguous<uint16_t>(row, 6, load_halves);
     }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
-        return decode_bytes<T>(row.codes + at, row.ready[at / 64]);
+        return decode_bytes(row.codes + at, row.ready[at / 64]);
     }
 
     template <class Add>
@@ -72,9 +70,8 @@ struct Int4 : Neighbours {
         prepare_contiguous<uint16_t>(row, 5, load_halves);
     }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
-        return decode_symmetric<T>(codes(row, at), row.ready[at / 32]);
+        return decode_symmetric(codes(row, at), row.ready[at / 32]);
     }
 
     template <class Add>
@@ -87,9 +84,8 @@ struct Int4 : Neighbours {
 struct Int4Wide : Neighbours {
     INLINE static void prepare(const Row& row) { prepare_repeated<Float16>(row); }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
-        return decode_symmetric<T>(codes(row, at), row.ready[at / 32]);
+        return decode_symmetric(codes(row, at), row.ready[at / 32]);
     }
 };
 
@@ -107,10 +103,9 @@ struct Mxfp4 : Neighbours {
         });
     }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         Floats numbers = twice_e2m1(-0.0f) * 0.5f;
-        return decode_from_table<Exact<T>>(codes(row, at), numbers, row.ready[at / 32]);
+        return decode_from_table(codes(row, at), numbers, row.ready[at / 32]);
     }
 
     template <class Add>
@@ -128,12 +123,11 @@ struct Fp8 {
     // Shifted to the place of float16's exponent and fraction, the code's bits are the float16
     // number weight / 2^8. Adding one to the last bit carries into the exponent's highest bit for
     // the NaN code, and only for that; with the highest bit set the number is float16's NaN.
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         HalfWords moved = (as<uint16_t>(load_shorts(row.codes + at)) << 7) & 0xbfff;
         HalfWords number = moved | ((moved + 0x80) & 0x4000);
         Floats scale = all(row.ready[at / 32]);
-        return rounded_weights<T>(halves_to_floats(number, 0) * scale,
+        return weights_of(halves_to_floats(number, 0) * scale,
                                   halves_to_floats(number, 1) * scale);
     }
 };
@@ -141,9 +135,9 @@ struct Fp8 {
 }  // namespace
 }  // namespace greenroom
 
-FORMAT_OF(plain, float32, greenroom::Plain<float>, float)
-FORMAT_OF(plain, bfloat16, greenroom::Plain<greenroom::BFloat16>, greenroom::BFloat16)
-FORMAT_OF(plain, float16, greenroom::Plain<greenroom::Float16>, greenroom::Float16)
+FORMAT_OF(plain_float32, greenroom::format_of<greenroom::Plain<float>>())
+FORMAT_OF(plain_bfloat16, greenroom::format_of<greenroom::Plain<greenroom::BFloat16>>())
+FORMAT_OF(plain_float16, greenroom::format_of<greenroom::Plain<greenroom::Float16>>())
 FORMAT(int8, greenroom::Int8)
 FORMAT(int4, greenroom::Int4)
 FORMAT(int4_wide, greenroom::Int4Wide)

@@ -69,7 +69,6 @@ struct Q4K {
 
     INLINE static void prepare(const Row& row) { put_scales_and_minima(row, block_bytes); }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         const uint8_t* bytes = block_at<Q4K>(row, at) + 16 + 32 * quarter(at);
         Codes codes;
@@ -78,7 +77,7 @@ struct Q4K {
             codes.part[i] = at & 32 ? both >> 4 : both;
         });
         Floats scale = all(row.ready[at >> 5]), minimum = all(*row.minima(at >> 5));
-        return decode_four_bits<T>(codes, [&](const Floats& code) INLINE_LAMBDA {
+        return decode_four_bits(codes, [&](const Floats& code) INLINE_LAMBDA {
             return fma(scale, code, minimum);
         });
     }
@@ -98,14 +97,13 @@ struct Q5K {
 
     INLINE static void prepare(const Row& row) { put_scales_and_minima(row, block_bytes); }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         const uint8_t* block = block_at<Q5K>(row, at);
         HalfBytes four = bits_at(block + 48 + 32 * quarter(at), at >> 3 & 4, 15);
         HalfBytes fifth = bits_at(block + 16, at >> 5 & 7, 1);
         Floats scale = all(row.ready[at >> 5]), minimum = all(*row.minima(at >> 5));
         HalfBytes codes = four | sixteen_times(fifth);
-        return rounded_weights<T>(fma(scale, to_floats(to_ints<uint8_t>(codes, 0)), minimum),
+        return weights_of(fma(scale, to_floats(to_ints<uint8_t>(codes, 0)), minimum),
                                   fma(scale, to_floats(to_ints<uint8_t>(codes, 1)), minimum));
     }
 
@@ -124,10 +122,9 @@ struct Q5K {
 // Formats with a scale for 16 weights.
 
 // Multiply 32 signed codes by the scales of two groups of 16.
-template <class T>
 INLINE Weights scaled_by_sixteen(const Row& row, int64_t at, const HalfBytes& codes) {
     const float* scales = row.ready + (at >> 4);
-    return rounded_weights<T>(to_floats(to_ints<int8_t>(codes, 0)) * all(scales[0]),
+    return weights_of(to_floats(to_ints<int8_t>(codes, 0)) * all(scales[0]),
                               to_floats(to_ints<int8_t>(codes, 1)) * all(scales[1]));
 }
 
@@ -152,13 +149,12 @@ struct Q6K {
         }
     }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         const uint8_t* block = block_at<Q6K>(row, at);
         int turn = at >> 4 & 4;
         HalfBytes four = bits_at(block + 64 * half(at) + (at & 32), turn, 15);
         HalfBytes two = bits_at(block + 128 + 32 * half(at), turn + (at >> 4 & 2), 3);
-        return scaled_by_sixteen<T>(row, at, (four | sixteen_times(two)) - 32);
+        return scaled_by_sixteen(row, at, (four | sixteen_times(two)) - 32);
     }
 
     template <class Add>
@@ -193,12 +189,11 @@ struct Q3K {
         }
     }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         const uint8_t* block = block_at<Q3K>(row, at);
         HalfBytes two = bits_at(block + 32 + 32 * half(at), at >> 4 & 6, 3);
         HalfBytes third = bits_at(block, at >> 5 & 7, 1);
-        return scaled_by_sixteen<T>(row, at, (two | (third + third + third + third)) - 4);
+        return scaled_by_sixteen(row, at, (two | (third + third + third + third)) - 4);
     }
 
     template <class Add>
@@ -238,13 +233,12 @@ struct Q2K {
         }
     }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         const uint8_t* block = block_at<Q2K>(row, at);
         uint8_t mask = 3 << (at >> 4 & 6);
         HalfBytes codes = read<HalfBytes>(block + 16 + 32 * half(at)) & mask;
         const float *scales = row.ready + (at >> 4), *minima = row.minima(at >> 4);
-        return rounded_weights<T>(
+        return weights_of(
             fma(all(scales[0]), to_floats(to_ints<uint8_t>(codes, 0)), all(minima[0])),
             fma(all(scales[1]), to_floats(to_ints<uint8_t>(codes, 1)), all(minima[1])));
     }
@@ -284,10 +278,9 @@ struct Iq4Xs {
         }
     }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         const uint8_t* bytes = block_at<Iq4Xs>(row, at) + 8 + (at >> 1 & 112);
-        return decode_from_table<T>(codes_in_halves(bytes), iq4_numbers(), row.ready[at >> 5]);
+        return decode_from_table(codes_in_halves(bytes), iq4_numbers(), row.ready[at >> 5]);
     }
 
     template <class Add>

@@ -3,7 +3,7 @@
 // A format is a class with
 //     block_inputs, block_bytes   of one block of its codes
 //     prepare(row)                writes the row's scales and minima as float32
-//     decode<T>(row, at)          returns the 32 weights from input `at` on, rounded to type T
+//     decode(row, at)             returns the 32 weights from input `at` on
 // and, if it multiplies integers,
 //     packing                     a Packing
 //     terms(row, at, x, left, add)  calls add(constant<i>, sums, scales) for an iteration, of which
@@ -12,6 +12,7 @@
 //     paired                      do the halves of the sums of block 0 belong to blocks 0 and 1?
 #pragma once
 
+#include "../plain.hpp"
 #include "integers.hpp"
 
 namespace greenroom {
@@ -19,22 +20,22 @@ namespace greenroom {
 constexpr int ROWS_AT_ONCE = 4;
 
 // Decode a row to float32 out [inputs]; its scales are ready.
-template <class F, class T>
-INLINE void expand_row(const Row& row, float* out) {
+template <class F>
+[[gnu::noinline]] void expand_row(const Row& row, float* out) {
     for (int64_t at = 0; at < row.inputs; at += 32) {
-        Weights weights = F::template decode<T>(row, at);
+        Weights weights = F::decode(row, at);
         store(out + at, weights.part[0]);
         store(out + at + LANES, weights.part[1]);
     }
 }
 
 // Call add(n, block, values, factors) for row n, for at most 64 inputs in float32.
-template <class F, class T, int N, class Add>
+template <class F, int N, class Add>
 INLINE void float_terms(const Row* rows, const float* x, int64_t at, int64_t left, Add add) {
     for (int64_t first = at; first < at + left && first < at + 64; first += 32) {
         Floats xs[2] = {load<float>(x + first), load<float>(x + first + LANES)};
         each<N>([&](auto n) INLINE_LAMBDA {
-            Weights weights = F::template decode<T>(rows[n], first);
+            Weights weights = F::decode(rows[n], first);
             add(n, constant<0>, xs[0], weights.part[0]);
             add(n, constant<0>, xs[1], weights.part[1]);
         });
@@ -68,7 +69,7 @@ INLINE void add_sums(const Floats (&sums)[4][2], float (&totals)[4]) {
 }
 
 // Multiply N rows with one input row, and write or add N sums. x: float32, or packed.
-template <class F, class T, int N, bool INTEGERS>
+template <class F, int N, bool INTEGERS>
 INLINE void multiply_tile(
     const Row* rows, const void* x, const RowsCall& call, const uint8_t* ahead, float* out) {
     constexpr int unit = unit_of<F, INTEGERS>();
@@ -95,7 +96,7 @@ INLINE void multiply_tile(
                          });
             });
         } else {
-            float_terms<F, T, N>(local, (const float*)x, at, left, add);
+            float_terms<F, N>(local, (const float*)x, at, left, add);
         }
     };
 
@@ -162,16 +163,40 @@ INLINE Row row_of_call(const RowsCall& call, int64_t n, int place, const float* 
     };
 }
 
+// Round a row of weights to a model's type; they stay float32.
+template <class T>
+INLINE void round_row(float* weights, int64_t inputs) {
+    if constexpr (!std::is_same_v<T, float>)
+        for (int64_t at = 0; at < inputs; at += LANES)
+            store(weights + at, rounded<T>(load<float>(weights + at)));
+}
+
 template <class F, class T>
 void expand(RowsCall* call) {
     for (int64_t n = 0; n < call->rows; n++) {
         Row row = row_of_call(*call, n, 0, nullptr);
+        float* out = call->out + n * call->inputs;
         F::prepare(row);
-        expand_row<F, T>(row, call->out + n * call->inputs);
+        expand_row<F>(row, out);
+        round_row<T>(out, call->inputs);
     }
 }
 
-template <class F, class T, bool INTEGERS>
+// Multiply with weights that are decoded to memory, a row at a time, and rounded there.
+template <class F, class T>
+void multiply_decoded(RowsCall* call) {
+    float* weights = (float*)(call->scratch + call->inputs / 2 + 64);
+    const int64_t K = call->inputs;
+    for (int64_t n = 0; n < call->rows; n++) {
+        Row row = row_of_call(*call, n, 0, nullptr);
+        F::prepare(row);
+        expand_row<F>(row, weights);
+        round_row<T>(weights, K);
+        dot_row<1>(weights, 4 * K, K, call->block, call->carry, call->x, call->out + n);
+    }
+}
+
+template <class F, bool INTEGERS>
 void multiply(RowsCall* call) {
     const float* powers = nullptr;
     if constexpr (INTEGERS) powers = powers_of<F::packing>((const uint8_t*)call->x, call->inputs);
@@ -185,42 +210,46 @@ void multiply(RowsCall* call) {
         });
         bool more = n + ROWS_AT_ONCE < call->rows;
         const uint8_t* ahead = more ? rows[0].codes + ROWS_AT_ONCE * row_bytes : call->next;
-        multiply_tile<F, T, ROWS_AT_ONCE, INTEGERS>(rows, call->x, *call, ahead, call->out + n);
+        multiply_tile<F, ROWS_AT_ONCE, INTEGERS>(rows, call->x, *call, ahead, call->out + n);
     }
     for (; n < call->rows; n++) {
         Row row = row_of_call(*call, n, 0, powers);
         F::prepare(row);
         const uint8_t* ahead = row.codes + row_bytes;
-        multiply_tile<F, T, 1, INTEGERS>(&row, call->x, *call, ahead, call->out + n);
+        multiply_tile<F, 1, INTEGERS>(&row, call->x, *call, ahead, call->out + n);
     }
 }
 
-// The code for an encoding whose weights are rounded to type T. In float32 they are not rounded,
-// and multiplied as integers if the format can.
-template <class F, class T>
+// The code for an encoding with the weights as they are, in registers: multiplied as integers if the
+// format can.
+template <class F>
 constexpr Format format_of() {
-    if constexpr (std::is_same_v<T, float> && MultipliesIntegers<F>)
+    if constexpr (MultipliesIntegers<F>)
         return {
             [](RowsCall* call) { pack<F::packing>(call->x, call->inputs, (uint8_t*)call->out); },
-            multiply<F, T, true>,
-            expand<F, T>,
+            multiply<F, true>,
+            expand<F, float>,
             packed_bytes<F::packing>,
         };
     else
-        return {nullptr, multiply<F, T, false>, expand<F, T>, [](int64_t) -> int64_t { return 0; }};
+        return {nullptr, multiply<F, false>, expand<F, float>, [](int64_t) -> int64_t { return 0; }};
 }
 
-// Define a format under the name of its encoding, for weights as they are and for weights that are
-// rounded to a model's type.
-#define FORMAT(name, F)                             \
-    FORMAT_OF(name, float32, F, float)              \
-    FORMAT_OF(name, bfloat16, F, greenroom::BFloat16) \
-    FORMAT_OF(name, float16, F, greenroom::Float16)
+// The code for an encoding whose weights are decoded, and rounded to type T.
+template <class F, class T>
+constexpr Format decoded_format() {
+    return {nullptr, multiply_decoded<F, T>, expand<F, T>, [](int64_t) -> int64_t { return 0; }};
+}
 
-#define FORMAT_OF(name, type, F, T)                                                        \
-    extern "C" {                                                                           \
-    extern const greenroom::Format format_##name##_##type [[gnu::visibility("default")]] = \
-        greenroom::format_of<F, T>();                                                      \
-    }
+// Define a format under the name of its encoding: format_NAME, and for weights that are decoded to a
+// type, format_NAME_TYPE.
+#define FORMAT(name, F)                                                         \
+    FORMAT_OF(name, greenroom::format_of<F>())                                  \
+    FORMAT_OF(name##_float32, (greenroom::decoded_format<F, float>()))          \
+    FORMAT_OF(name##_bfloat16, (greenroom::decoded_format<F, greenroom::BFloat16>())) \
+    FORMAT_OF(name##_float16, (greenroom::decoded_format<F, greenroom::Float16>()))
+
+#define FORMAT_OF(name, code) \
+    EXPORT_CONSTANT const greenroom::Format format_##name = code;
 
 }  // namespace greenroom

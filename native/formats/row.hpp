@@ -81,11 +81,7 @@ struct Weights {
     Floats part[2];
 };
 
-// Round 32 weights to a model's type.
-template <class T>
-INLINE Weights rounded_weights(const Floats& a, const Floats& b) {
-    return {{rounded_weight<T>(a), rounded_weight<T>(b)}};
-}
+INLINE Weights weights_of(const Floats& a, const Floats& b) { return {{a, b}}; }
 
 // Write a row's scales as float32, 16 at a time; the last 16 overlap with those before.
 //

@@ -49,9 +49,8 @@ struct Q4_0 : Blocks<18> {
 
     INLINE static void prepare(const Row& row) { prepare_halves_in_blocks<18>(row); }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
-        return decode_symmetric<T>(codes(row, at), row.ready[at / 32]);
+        return decode_symmetric(codes(row, at), row.ready[at / 32]);
     }
 
     template <class Add>
@@ -67,10 +66,9 @@ struct Q4_1 : Blocks<20> {
 
     INLINE static void prepare(const Row& row) { prepare_pairs_in_blocks<20>(row); }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         Floats scale = all(row.ready[at / 32]), minimum = all(row.minima()[at / 32]);
-        return decode_four_bits<T>(codes(row, at), [&](const Floats& code) INLINE_LAMBDA {
+        return decode_four_bits(codes(row, at), [&](const Floats& code) INLINE_LAMBDA {
             return fma(scale, code, minimum);
         });
     }
@@ -94,9 +92,8 @@ struct GgufMxfp4 : Blocks<17> {
         });
     }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
-        return decode_from_table<Exact<T>>(codes(row, at), twice_e2m1(0.0f), row.ready[at / 32]);
+        return decode_from_table(codes(row, at), twice_e2m1(0.0f), row.ready[at / 32]);
     }
 
     template <class Add>
@@ -112,9 +109,8 @@ struct Iq4Nl : Blocks<18> {
 
     INLINE static void prepare(const Row& row) { prepare_halves_in_blocks<18>(row); }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
-        return decode_from_table<T>(codes(row, at), iq4_numbers(), row.ready[at / 32]);
+        return decode_from_table(codes(row, at), iq4_numbers(), row.ready[at / 32]);
     }
 
     template <class Add>
@@ -158,11 +154,10 @@ struct Q5_0 : FiveBits<22> {
 
     INLINE static void prepare(const Row& row) { prepare_halves_in_blocks<22>(row); }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         Weights code = codes(row, at);
         Floats scale = all(row.ready[at / 32]);
-        return rounded_weights<T>((code.part[0] - 16) * scale, (code.part[1] - 16) * scale);
+        return weights_of((code.part[0] - 16) * scale, (code.part[1] - 16) * scale);
     }
 
     template <class Add>
@@ -178,11 +173,10 @@ struct Q5_1 : FiveBits<24> {
 
     INLINE static void prepare(const Row& row) { prepare_pairs_in_blocks<24>(row); }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
         Weights code = codes(row, at);
         Floats scale = all(row.ready[at / 32]), minimum = all(row.minima()[at / 32]);
-        return rounded_weights<T>(fma(scale, code.part[0], minimum),
+        return weights_of(fma(scale, code.part[0], minimum),
                                   fma(scale, code.part[1], minimum));
     }
 
@@ -200,9 +194,8 @@ struct Q8_0 {
 
     INLINE static void prepare(const Row& row) { prepare_halves_in_blocks<34>(row); }
 
-    template <class T>
     INLINE static Weights decode(const Row& row, int64_t at) {
-        return decode_bytes<T>(row.codes + at / 32 * block_bytes + 2, row.ready[at / 32]);
+        return decode_bytes(row.codes + at / 32 * block_bytes + 2, row.ready[at / 32]);
     }
 
     template <class Add>

@@ -32,8 +32,4 @@ INLINE Floats iq4_numbers() {
     return lanes_of<float>([](int i) { return (float)(IQ4[i] - IQ4_OFFSET); });
 }
 
-// The type to which e2m1 numbers times powers of two are rounded: they are exact in bfloat16.
-template <class T>
-using Exact = std::conditional_t<std::is_same_v<T, BFloat16>, float, T>;
-
 }  // namespace greenroom

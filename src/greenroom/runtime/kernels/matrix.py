@@ -113,44 +113,24 @@ PACKED_BYTES = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 def _format(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Format, int]:
     """Return (a matrix's format, bytes of an input row that is packed for it; 0: not packed)."""
     name = format_name(weight)
-    round_weights = name == PLAIN or (rounded and not is_exact(weight, dtype))
-    kind = str(dtype).removeprefix("torch.") if round_weights else "float32"
-    if address := library().address(format_symbol(name, kind)):
-        form = Format.from_address(address)
-        return form, PACKED_BYTES(form.packed_bytes)(weight.shape[1])
-    entry, packed = _product(weight, dtype, rounded)
-    return _wrapped(entry), packed
+    decoded = name == PLAIN or (rounded and not is_exact(weight, dtype))
+    address = library().address(format_symbol(name, dtype if decoded else None))
+    form = Format.from_address(address)
+    return form, PACKED_BYTES(form.packed_bytes)(weight.shape[1])
 
 
-def format_symbol(name: str, kind: str) -> str:
+def format_symbol(name: str, dtype: torch.dtype | None = None) -> str:
     """Return the symbol of a format in the library of kernels.
 
-    kind: type that weights are rounded to, or float32
+    dtype: type that weights are decoded and rounded to; None: they are used as they are
     """
-    return f"format_{name.replace('.', '_').replace('/', '_')}_{kind}"
+    parts = ["format", name.replace(".", "_"), *([str(dtype)[6:]] if dtype else [])]
+    return "_".join(parts)
 
 
 def has_format(name: str) -> bool:
     """Check that compiled kernels have a format."""
-    return name in FORMATS or library().address(format_symbol(name, "float32")) > 0
-
-
-@cache
-def _wrapped(entry: KernelEntry) -> Format:
-    form = Format(entry.address, entry.address, entry.address, 0)
-    form.entry = entry
-    return form
-
-
-def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[KernelEntry, int]:
-    """Return (a matrix's product, bytes of an input row that is packed for it; 0: not packed)."""
-    name = format_name(weight)
-    integers = FORMATS[name].integers if codes.INTEGERS else None
-    if name == PLAIN or (rounded and not is_exact(weight, dtype)):
-        mask = _SHORT.get(name, 0) if dtype is torch.bfloat16 else 0
-        return kernel_entry(encoded.product, dtype, name, mask, False), 0
-    packed = integers.packed_bytes(weight.shape[1]) if integers else 0
-    return kernel_entry(encoded.product, torch.float32, name, 0, packed > 0), packed
+    return library().address(format_symbol(name, torch.float32)) > 0
 
 
 def format_name(weight: WeightSpec) -> str:
