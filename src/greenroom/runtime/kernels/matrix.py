@@ -1,7 +1,7 @@
 """Compiled products of encoded weight matrices, and checks of which matrices have one.
 
 By default a weight has its format's value in float32: code times scale. A few tokens are multiplied
-with integers if the processor has the instructions (codegen/formats/codes.py). Integer products
+with integers where the format has such a product (native/formats/integers.hpp). Integer products
 round an input only if it is below a 64th of the largest of its 32 neighbours, to 2^-15 of that
 neighbour. The error is less than one rounding of the sum to 16 bits, and transformers' grouped_mm
 does one such rounding more.
@@ -17,25 +17,18 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from greenroom.core.layout import PLAIN, WeightSpec
 from greenroom.runtime.encodings.packed import GROUP as PACKED
-from greenroom.runtime.kernels.codegen.formats import codes, encoded
-from greenroom.runtime.kernels.codegen.formats.expand import GROUP
-from greenroom.runtime.kernels.codegen.formats.families import FORMATS
-from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
 from greenroom.runtime.kernels.native.library import library
 
+GROUP = 32  # inputs that are decoded at a time: rows are a multiple of them
 _AFFINE = {f"{kind}{bits}" for kind in ("symmetric", "affine", "indexed") for bits in (4, 8)}
 # Inputs that share a scale, where the format fixes that.
 _GROUPS = {**PACKED, "mxfp4": GROUP, "nvfp4": 16, "ct_nvfp4": 16}
-# Codes of 3 bits and a sign times a scale of 5 significant bits are exact in bfloat16. These bits
-# of a float32 are 0 in such a scale.
-_SHORT = dict.fromkeys(("int4", "int4.wide"), (1 << 19) - 1)
 _NUMBERS = {(name, torch.bfloat16) for name in ("mxfp4", "gguf_mxfp4", "gguf_nvfp4")}
 
 if TYPE_CHECKING:

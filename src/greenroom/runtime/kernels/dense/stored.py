@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from greenroom.core.layout import ALIGNMENT, SlotLayout, TensorSpec, WeightSpec
 from greenroom.runtime.encodings import ENCODINGS
-from greenroom.runtime.kernels.codegen.formats.encoded import FRAME_ARGUMENTS
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.matrix import MatrixProduct, unsupported_reason
 from greenroom.runtime.kernels.native.library import library
@@ -283,7 +282,7 @@ def expanded_bytes(model: nn.Module) -> int:
 
 def product_scratch(columns: int) -> int:
     """Return how many bytes of scratch memory a product with an encoded matrix needs."""
-    return 8 * FRAME_ARGUMENTS + 12 * columns + 4096
+    return 12 * columns + 4096
 
 
 def thread_scratch(stride: int) -> int:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from greenroom.runtime.kernels.codegen.jit import EntryFunction, machine_code
 from greenroom.runtime.kernels.native.library import library
 
 _NAMES = ("libgomp", "libiomp5", "libomp")
@@ -79,21 +78,12 @@ class KernelEntry:
 
 
 @cache
-def kernel_entry(
-    kernel: str | Callable[..., EntryFunction],
-    dtype: torch.dtype | None = None,
-    *options: int | str,
-) -> KernelEntry:
+def kernel_entry(kernel: str, dtype: torch.dtype | None = None) -> KernelEntry:
     """Find a compiled kernel, as the entry of a parallel region.
 
-    A name stands for the C++ function NAME_DTYPE, or NAME without a weight type; a function is
-    compiled by Numba.
+    It is the C++ function KERNEL_DTYPE, or KERNEL if that has no weight type.
     """
-    kind = str(dtype).removeprefix("torch.")
-    if isinstance(kernel, str):
-        name = f"{kernel}_{kind}" if dtype else kernel
-        address = library().address(name)
-        assert address, name
-        return KernelEntry(address, library())
-    code = machine_code(kernel, kind, *options)
-    return KernelEntry(code.address, code)
+    name = f"{kernel}_{str(dtype).removeprefix('torch.')}" if dtype else kernel
+    address = library().address(name)
+    assert address, name
+    return KernelEntry(address, library())

@@ -13,8 +13,8 @@ import torch
 from greenroom.core.layout import WeightSpec
 from greenroom.runtime.kernels.matrix import Format, MatrixProduct, format_name, format_symbol
 from greenroom.runtime.kernels.native.library import FOLDER, VARIANTS, Library, library
-from tests.runtime.kernels.codegen.formats.test_encoded import sizes
 from tests.runtime.kernels.codes import AFFINE_STYLES, STYLES, Coded, Style
+from tests.runtime.kernels.native.formats.test_encoded import sizes
 from tests.runtime.kernels.toys import experts
 
 ALL_STYLES = (*STYLES, *AFFINE_STYLES, Style("int4", "float16", (1, 64)))

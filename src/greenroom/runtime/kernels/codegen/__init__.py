@@ -1,1 +1,0 @@
-"""Kernel code that Numba compiles for CPUs, and LLVM code for it."""

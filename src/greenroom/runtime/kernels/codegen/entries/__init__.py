@@ -1,1 +1,0 @@
-"""Compiled kernel functions that OpenMP threads enter, and their arguments."""

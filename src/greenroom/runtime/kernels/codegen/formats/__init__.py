@@ -1,1 +1,0 @@
-"""Compiled products with quantised weights: code that reads, decodes and multiplies each format."""

@@ -1,1 +1,0 @@
-"""LLVM vector code for CPU kernels, which Numba's own front end cannot express."""
