@@ -15,7 +15,12 @@ import pytest
 import torch
 
 from greenroom.core.layout import BLOCKS, SlotLayout, WeightSpec
-from greenroom.runtime.kernels.matrix import MatrixProduct, format_name, unsupported_reason
+from greenroom.runtime.kernels.matrix import (
+    MatrixProduct,
+    format_name,
+    format_symbol,
+    unsupported_reason,
+)
 from greenroom.runtime.kernels.native.library import FOLDER, Library
 from tests.runtime.kernels.codes import STYLES, Style, tensors_of
 from tests.runtime.kernels.native.emulator import Emulated
@@ -74,7 +79,7 @@ def results(machine: Machine, spec: WeightSpec, slot: bytes, dtype: torch.dtype)
     """What all functions of a matrix's format write."""
     width = spec.shape[1]
     product = MatrixProduct(spec, dtype, rounded=dtype is not torch.float32)
-    name = re.sub(r"[./]", "_", f"format_{format_name(spec)}_{str(dtype)[6:]}")
+    name = format_symbol(format_name(spec), None if dtype is torch.float32 else dtype)
     pack, multiply, expand, packed_bytes = struct.unpack(
         "4Q", machine.take(machine.address(name), 32)
     )
@@ -112,7 +117,7 @@ def cases() -> list[object]:
         pytest.param(style, dtype, id=f"{style}-{str(dtype)[6:]}")
         for style in STYLES
         for dtype in DTYPES
-        if HERE.address(re.sub(r"[./]", "_", f"format_{style.name}_{str(dtype)[6:]}"))
+        if HERE.address(format_symbol(style.name, dtype))
     ]
 
 

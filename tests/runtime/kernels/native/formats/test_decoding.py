@@ -29,7 +29,7 @@ def check(style: Style, shape: tuple[int, int], dtype: torch.dtype) -> None:
         place = slice(layout[name].offset, layout[name].offset + layout[name].nbytes)
         slot[place] = part.contiguous().view(torch.uint8).flatten()
     weight, (rows, columns) = layout.weight("w"), shape
-    symbol = format_symbol(format_name(weight), str(dtype).removeprefix("torch."))
+    symbol = format_symbol(format_name(weight), dtype)
     product, got = MatrixProduct(weight, dtype), torch.empty(shape)
     scratch = torch.empty(9 * columns, dtype=torch.uint8)
     call = library().structure("RowsCall")(

@@ -18,15 +18,19 @@ from tests.runtime.kernels.native.formats.test_encoded import sizes
 from tests.runtime.kernels.toys import experts
 
 ALL_STYLES = (*STYLES, *AFFINE_STYLES, Style("int4", "float16", (1, 64)))
-KINDS = ("float32", "bfloat16", "float16")
+TYPES = (torch.float32, torch.bfloat16, torch.float16)  # to which weights are decoded
 ROWS = 7  # four at once, and three one by one
 CODE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 PACKED_BYTES = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
-FORMATS = re.findall(
-    rb"\0format_(\w+)_float32(?=\0)",
-    (FOLDER / f"greenroom-{library().variant}.so").read_bytes(),
+SYMBOLS = {
+    name.decode()
+    for name in re.findall(
+        rb"\0(format_\w+)(?=\0)", (FOLDER / f"greenroom-{library().variant}.so").read_bytes()
+    )
+}
+COMPILED = sorted(
+    name for name in SYMBOLS if {f"{name}_{str(dtype)[6:]}" for dtype in TYPES} <= SYMBOLS
 )
-COMPILED = sorted({name.decode() for name in FORMATS} - {"plain"})
 
 
 def coded(style: Style) -> Coded:
@@ -39,9 +43,11 @@ def memory(nbytes: int) -> np.ndarray:
     return place[-place.ctypes.data % 64 :][:nbytes]
 
 
-def results(of: Library, weight: WeightSpec, slot: int, kind: str) -> Iterator[np.ndarray]:
+def results(
+    of: Library, weight: WeightSpec, slot: int, dtype: torch.dtype | None
+) -> Iterator[np.ndarray]:
     """The packed inputs, products and decoded weights of a matrix, as bytes."""
-    form = Format.from_address(of.address(format_symbol(format_name(weight), kind)))
+    form = Format.from_address(of.address(format_symbol(format_name(weight), dtype)))
     product = MatrixProduct(weight, torch.bfloat16)
     columns = weight.shape[1]
     random = np.random.default_rng(0)
@@ -79,18 +85,18 @@ def test_products_have_the_same_bits_in_every_library(name: str) -> None:
         pytest.skip("this processor runs one of the libraries only")
     cases = [
         (case, weight)
-        for case in (coded(s) for s in ALL_STYLES if name.startswith(s.name))
+        for case in (coded(s) for s in ALL_STYLES if name.startswith(f"format_{s.name}"))
         for weight in (case.layer.up_weight, case.layer.down_weight)
-        if format_symbol(format_name(weight), "") == f"format_{name}_"
+        if format_symbol(format_name(weight)) == name
     ]
     assert cases, "no test has this format"
     for case, weight in cases:
         slot = case.layer.slots.tensor(case.places[0], weight.parts[0]).data_ptr()
-        for kind in KINDS:
+        for dtype in (None, *TYPES):
             for other in others:
                 pairs = zip(
-                    results(library(), weight, slot - weight.parts[0].offset, kind),
-                    results(other, weight, slot - weight.parts[0].offset, kind),
+                    results(library(), weight, slot - weight.parts[0].offset, dtype),
+                    results(other, weight, slot - weight.parts[0].offset, dtype),
                     strict=True,
                 )
-                assert all(np.array_equal(*pair) for pair in pairs), (weight.encoding, kind)
+                assert all(np.array_equal(*pair) for pair in pairs), (weight.encoding, dtype)
