@@ -220,8 +220,10 @@ void multiply(RowsCall* call) {
     }
 }
 
-// The code for an encoding with the weights as they are, in registers: multiplied as integers if the
-// format can.
+inline int64_t no_packed_bytes(int64_t) { return 0; }
+
+// The code for an encoding with the weights as they are, in registers: multiplied as integers if
+// the format can.
 template <class F>
 constexpr Format format_of() {
     if constexpr (MultipliesIntegers<F>)
@@ -232,17 +234,17 @@ constexpr Format format_of() {
             packed_bytes<F::packing>,
         };
     else
-        return {nullptr, multiply<F, false>, expand<F, float>, [](int64_t) -> int64_t { return 0; }};
+        return {nullptr, multiply<F, false>, expand<F, float>, no_packed_bytes};
 }
 
 // The code for an encoding whose weights are decoded, and rounded to type T.
 template <class F, class T>
 constexpr Format decoded_format() {
-    return {nullptr, multiply_decoded<F, T>, expand<F, T>, [](int64_t) -> int64_t { return 0; }};
+    return {nullptr, multiply_decoded<F, T>, expand<F, T>, no_packed_bytes};
 }
 
-// Define a format under the name of its encoding: format_NAME, and for weights that are decoded to a
-// type, format_NAME_TYPE.
+// Define a format under the name of its encoding: format_NAME, and for weights that are decoded to
+// a type, format_NAME_TYPE.
 #define FORMAT(name, F)                                                         \
     FORMAT_OF(name, greenroom::format_of<F>())                                  \
     FORMAT_OF(name##_float32, (greenroom::decoded_format<F, float>()))          \
