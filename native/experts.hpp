@@ -28,7 +28,7 @@ SHARED(ExpertMatrix,
 // One MoE layer's experts.
 //
 // Rows of `up` are up projections, or gate projections first and then up projections, which may
-// have an encoding of their own (`second`). If they are interleaved, the two alternate. A
+// have an encoding of their own (`second`; otherwise equal to `up`). If they are interleaved, the two alternate. A
 // transposed matrix is stored as [inputs, outputs].
 SHARED(ExpertLayer,
     const uint8_t* slots;

@@ -110,7 +110,8 @@ def layer_of(
     """A layer whose experts lie in random slots, and the slot of each expert."""
     tensors = matrices(module) if tensors is None else tensors
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    layout = SlotLayout.pack([(k, tuple(t.shape[1:]), dtype) for k, t in tensors.items()])
+    order = sorted(tensors)  # as in files: the down projection first
+    layout = SlotLayout.pack([(k, tuple(tensors[k].shape[1:]), dtype) for k in order])
     memory = slots(layout, EXPERTS + 3)
     places = np.random.default_rng(seed).permutation(EXPERTS + 3)[:EXPERTS].tolist()
     for expert, slot in enumerate(places):

@@ -55,7 +55,8 @@ class CpuLayerPlan:
         )
         for name in ("code", "limit", "alpha"):
             setattr(experts.activation, name, getattr(self.activation, name))
-        experts.up.offset, experts.down.offset = layer.up.offset, layer.down.offset
+        experts.up.offset = experts.second.offset = layer.up.offset
+        experts.down.offset = layer.down.offset
         places = experts.up, experts.down, experts.second
         for place, matrix in zip(places, self.matrices, strict=bool(encoded)):
             place.format, place.layout = matrix.arguments

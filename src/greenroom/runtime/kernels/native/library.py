@@ -31,6 +31,9 @@ BUILD = (
 )
 
 
+_STRUCTURES: dict[tuple[str, str], type[ctypes.Structure]] = {}  # by name and declaration
+
+
 class MissingKernels(UsageError):
     """Compiled kernels are not available for this machine's processor.
 
@@ -80,12 +83,15 @@ class Library:
             if not (address := self.address(f"fields_of_{name}")):
                 raise AttributeError(f"the library has no structure {name}")
             text = ctypes.string_at(address).decode()
+            if (name, text) in _STRUCTURES:  # of another library: a call may be passed to both
+                self._structures[name] = _STRUCTURES[name, text]
+                return self._structures[name]
             # Without slots, a misspelt field would be set in the instance's dict.
             parts = {"__slots__": (), "_fields_": self.fields(text)}
             kind = type(name, (ctypes.Structure,), parts)
             nbytes = ctypes.c_int64.from_address(self.address(f"bytes_of_{name}")).value
             assert ctypes.sizeof(kind) == nbytes, f"{name}: {ctypes.sizeof(kind)}, not {nbytes}"
-            self._structures[name] = kind
+            self._structures[name] = _STRUCTURES[name, text] = kind
         return self._structures[name]
 
     def fields(self, declarations: str) -> list[tuple[str, Any]]:
