@@ -8,10 +8,10 @@ and a compiled kernel copies it over the arguments that the last token has used.
 
 from __future__ import annotations
 
-from array import array
+import ctypes
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -25,6 +25,7 @@ from greenroom.runtime.kernels.dense.router import RouterCall
 from greenroom.runtime.kernels.dense.stored import thread_scratch
 from greenroom.runtime.kernels.launch.openmp import BARRIER, kernel_entry
 from greenroom.runtime.kernels.launch.sequence import Arguments, address_of
+from greenroom.runtime.kernels.native.library import library
 from greenroom.runtime.kernels.resident.one_token import OneTokenCalls, OneTokenExperts
 from greenroom.runtime.slots.resident_tables import SlotTables
 
@@ -121,11 +122,14 @@ class LaunchPlan:
             [np.frombuffer(memoryview(arguments), np.int64) for arguments in live]
         )
         self._live = live
-        self._copy_runs, start = array("q", (0, len(live), 0)), self._copies.ctypes.data
-        for arguments in live:
-            self._copy_runs.extend((address_of(arguments), start, _size(arguments)))
-            start += 8 * _size(arguments)
-        self._copy_runs[2] = address_of(self._copy_runs) + 8 * 3
+        self._runs = (library().structure("Run") * len(live))()
+        start = self._copies.ctypes.data
+        for run, arguments in zip(self._runs, live, strict=True):
+            run.target, run.source, run.length = address_of(arguments), start, _size(arguments)
+            start += 8 * run.length
+        self._copy_call = library().structure("CopyCall")(
+            count=len(live), runs=ctypes.addressof(self._runs)
+        )
 
     def _patched_arguments(
         self,
@@ -174,16 +178,18 @@ class LaunchPlan:
             )
             yield PatchedArgument(tables + STEP_INDEX, n, STEP, n)
 
-    def _make_region(self, first: int) -> array[int]:
-        """Make the arguments of `run_stages` for the layers from number `first` on."""
+    def _make_region(self, first: int) -> tuple[Any, Any]:
+        """Make the call of `run_stages` for the layers from number `first` on, and its stages."""
         entries = [n for each in self._entries[first:] for n in each]
-        copy_entry = (
-            kernel_entry("copy_calls").address,
-            address_of(self._copy_runs),
+        stages = (library().structure("Stage") * (1 + len(entries) // 2))()
+        stages[0].kernel = kernel_entry("copy_calls").address
+        stages[0].call = address_of(self._copy_call)
+        for stage, kernel, call in zip(stages[1:], entries[::2], entries[1::2], strict=True):
+            stage.kernel, stage.call = kernel, call
+        call = library().structure("StagesCall")(
+            count=len(stages), barrier=BARRIER, stages=ctypes.addressof(stages)
         )
-        region = array("q", (1 + len(entries) // 2, BARRIER, 0, *copy_entry, *entries))
-        region[2] = address_of(region) + 8 * 3
-        return region
+        return call, stages
 
     def _scratch_addresses(self) -> tuple[int, int]:
         """Return the addresses of this thread's scratch memory, for dense layers and experts."""
@@ -224,10 +230,10 @@ class LaunchPlan:
         self._bases[TABLES : STEP + 1] = tables[1:]
         self._bases[STEP] -= first
         self._copies[self._targets] = self._values + self._bases[self._base]
-        self._copy_runs[0] = 0
+        self._copy_call.cursor = 0
         if first not in self._regions:
             self._regions[first] = self._make_region(first)
-        kernel_entry("run_stages")(address_of(self._regions[first]))
+        kernel_entry("run_stages")(address_of(self._regions[first][0]))
         counts = [calls.search.found for calls in self._expert_calls[first:]]
         return counts[: counts.index(0)] if 0 in counts else counts
 
