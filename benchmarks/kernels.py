@@ -2,8 +2,8 @@
 
     python benchmarks/kernels.py [--threads N] [--wall] [--encodings [NAME ...]] [--tokens T ...]
 
---encodings: experts in every encoding, of OLMoE's and Qwen3-30B-A3B's shapes, by both compiled
-kernels, in turns with bf16 and with the floor; medians.
+--encodings: experts in every encoding, of OLMoE's and Qwen3-30B-A3B's shapes, by `native` and
+`rounded`, in turns with bf16 and with the floor; medians.
 
 Weights are random and larger than the caches. Every row has a floor that is measured right
 before it: the speed at which `torch.sum` reads memory. Best of several; with one thread CPU time
@@ -60,7 +60,7 @@ _READ = torch.ones(48 << 20)
 
 def expert_rows(clock: Clock) -> None:
     """Print the expert table: both kernels, one token and prompts, plain and transposed."""
-    print(f"{'experts':22}{'tokens':>7}{'torch ms':>10}{'native ms':>10}{'gain':>7}", end="")
+    print(f"{'experts':22}{'tokens':>7}{'eager ms':>10}{'native ms':>10}{'gain':>7}", end="")
     print(f"{'GB/s':>7}{'floor':>7}{'ratio':>7}{'GFLOP/s':>9}")
     for hidden, inner, transposed in SHAPES[:1] if clock.quick else SHAPES:
         experts = random_layer(hidden, inner, EXPERTS, transposed)
@@ -177,7 +177,7 @@ def encoded_rows(clock: Clock, only: list[str], sizes: list[int]) -> None:
             floors: list[float] = []
             for turn in range(
                 -1, 24 if tokens == 1 and not clock.quick else 3
-            ):  # the first compiles
+            ):  # the first is not counted
                 start = now()
                 _READ.sum()
                 floors.append(_READ.nbytes / (now() - start))
@@ -200,8 +200,8 @@ def encoded_rows(clock: Clock, only: list[str], sizes: list[int]) -> None:
 
 
 def dense_rows(clock: Clock) -> None:
-    """Print the speed of nn.Linear for one token, by torch and by the compiled kernel."""
-    print(f"\n{'linear, one token':22}{'torch GB/s':>12}{'ours GB/s':>12}{'floor':>8}")
+    """Print the speed of nn.Linear for one token, by torch and by the native kernel."""
+    print(f"\n{'linear, one token':22}{'torch GB/s':>12}{'native GB/s':>12}{'floor':>8}")
     for rows, columns in ((1024, 1024), (4096, 1024), (32000, 1024)):
         count = max(2, (96 << 20) // (rows * columns * 2))
         make = lambda: nn.Linear(columns, rows, bias=False).bfloat16()  # noqa: E731, B023
@@ -229,7 +229,7 @@ def call_rows(clock: Clock) -> None:
         "group, eight experts": lambda: chosen.compute_group(state, ids, ids),
         "combine": lambda: chosen.combine(state),
         "torch's F.linear": lambda: linear(x, dense.weight),
-        "compiled linear": lambda: dense.forward(x),
+        "native linear": lambda: dense.forward(x),
     }
     accelerate(dense)
     print(f"\n{'call':22}{'microseconds':>14}")

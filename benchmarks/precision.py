@@ -98,7 +98,7 @@ def measured(args: argparse.Namespace, folders: dict[str, Path]) -> list[Way]:
     """Measure all ways in turns; the first one changes from round to round."""
     every = list(ways(list(folders)))
     for number in range(-1, args.rounds):
-        if number < 0:  # compiles
+        if number < 0:  # not counted
             answer_once(Way(every[0].pack, {}), folders[every[0].pack], args, PROMPTS[0], 0)
             continue
         for way in (*every[number % len(every) :], *every[: number % len(every)]):

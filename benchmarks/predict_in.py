@@ -40,7 +40,7 @@ class Side:
         self.seconds: list[float] = []
         self.cpu_s = 0.0
         self.begin_prompt()
-        self.decode()  # compiles, and fills the cache
+        self.decode()  # compiles the predictor, and fills the cache
         self.seconds, self.cpu_s = [], 0.0
         self.model.greenroom.reset_stats()
         self._before = self.model.greenroom.driver.meter.copy()

@@ -5,8 +5,8 @@
 No memory limit; Greenroom's cache holds all experts (cache="100%"). Every run is a process of its
 own: load (cold), warm-up (Greenroom: prompts until one reads nothing, so that all experts are in
 memory), then --inner times a prompt of 128 random tokens and --tokens decode passes; medians are
-over the inner repeats from the second on. Compile time of kernels falls into the warm-up. Runs are
-interleaved; ratios are over pairs of the same repetition.
+over the inner repeats from the second on. The first calls of the kernels fall into the
+warm-up. Runs are interleaved; ratios are over pairs of the same repetition.
 
 The breakdown is one more run of each Python engine with timing hooks (breakdown.py): exclusive
 milliseconds a decode pass by kind of module.

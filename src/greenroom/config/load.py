@@ -70,7 +70,7 @@ class LoadConfig(SchedulerConfig):
         " that computes; auto: worker for learned with a GPU", None, PREDICT_IN, group=PREFETCHING,
     )  # fmt: skip
     kernels: str = option(
-        "auto", "implementation of the experts' computation: native is compiled for the CPU,"
+        "auto", "implementation of the experts' computation: native is C++ for the CPU,"
         " rounded is native with weights rounded as transformers rounds them, triton is for GPUs,"
         " and eager has the bits of transformers' eager experts but is slower; auto is native or"
         " triton",

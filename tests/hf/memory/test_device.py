@@ -121,7 +121,7 @@ def test_a_device_that_is_lost_fails_every_answer_and_hangs_none(monkeypatch):
                 model.generate(ids(1, 4), max_new_tokens=2, do_sample=False)
 
 
-def test_numba_is_for_cpus_and_triton_for_gpus(monkeypatch, caplog):
+def test_native_is_for_cpus_and_triton_for_gpus(monkeypatch, caplog):
     catalog = ModelSkeleton.of(cached_tiny("qwen3_moe")).catalog
     assert kernels_of(ModelSetup(catalog, 1)) == "native"
     with pytest.raises(UsageError, match="native runs on a CPU only"):
@@ -136,7 +136,7 @@ def test_numba_is_for_cpus_and_triton_for_gpus(monkeypatch, caplog):
         resolve.on_a_gpu(LoadConfig(kernels="triton", device="cpu"))
 
 
-def test_without_compiled_kernels_auto_is_eager_and_numba_is_refused(no_kernels, caplog):
+def test_without_compiled_kernels_auto_is_eager_and_native_is_refused(no_kernels, caplog):
     catalog = ModelSkeleton.of(cached_tiny("qwen3_moe")).catalog
     reason = "compiled kernels were not built"
     assert kernels_of(ModelSetup(catalog, 1)) == "eager"

@@ -38,7 +38,7 @@ def test_eager_has_the_bits_of_transformers(family, dtype, weights_dtype):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("family", CLASSES)
-def test_numba_is_as_near_to_eager_as_grouped_mm(family, dtype):
+def test_native_is_as_near_to_eager_as_grouped_mm(family, dtype):
     module = experts(family, dtype)
     layer, places = layer_of(module)
     ours = theirs = 0.0
@@ -56,7 +56,7 @@ def test_numba_is_as_near_to_eager_as_grouped_mm(family, dtype):
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_float32_default_is_eager_and_numba_is_near(family):
+def test_float32_default_is_eager_and_native_is_near(family):
     module = experts(family, torch.float32)
     layer, places = layer_of(module)
     for tokens in TOKENS:

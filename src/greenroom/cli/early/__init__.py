@@ -1,1 +1,1 @@
-"""Checks of options, and compilation of kernels, before heavy libraries are imported."""
+"""Checks of options, and stand-ins for unused modules, before heavy libraries are imported."""

@@ -52,7 +52,7 @@ def attach(
     progress(0.1, "loading the dense parts")
     model: Any = description.skeleton.load(budget.engines[0].device if budget.engines else "cpu")
     generation = _replace_settings(model, description.keys_values.kind)
-    progress(0.5, "compiling")
+    progress(0.5, "compiling the policy")
     compile_for(policy(setup.policy))
     if setup.host_bytes is not None:
         release_memory()

@@ -32,7 +32,7 @@ from greenroom.runtime.memory.system import rss_bytes
 from greenroom.runtime.store.disk import CHUNK_BYTES
 
 UNLIMITED = 1 << 62  # bytes, of a budget
-COMPILERS = 160 << 20  # added to the process by compiling kernels; later runs use a measurement
+COMPILERS = 160 << 20  # added to the process by compiling the policy; later runs use a measurement
 LIBRARIES = 256 << 20  # GPU memory that cuBLAS and Triton allocate at their first use
 
 
@@ -85,7 +85,7 @@ class Description:
 
         On a CPU, the memory of Python and libraries is the least that the last three runs of this
         model measured on this machine. Without such runs, it is the memory of this process plus an
-        allowance for compiling kernels.
+        allowance for compiling the policy.
         """
         skeleton, on_a_gpu = self.skeleton, self.keys_values.on_a_gpu
         need = MemoryNeeds(
@@ -140,7 +140,7 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
     Only config and tensor headers are read or downloaded. With `on_a_gpu`, all sizes are of the
     GPU's memory. Otherwise they include the memory of Python and libraries: as measured in the last
     run of this model on this machine, else that of this process plus an allowance for compiling
-    kernels.
+    the policy.
 
     Raises NotAModel, NotMoE, UnsupportedModel or CheckpointError.
     """

@@ -148,9 +148,9 @@ def release_memory() -> None:
 def gc_paused() -> Iterator[None]:
     """Pause Python's garbage collector within this context.
 
-    While a model is built and kernels are compiled, the collector takes a fifth of the time, since
-    it visits a million objects of the libraries again and again. `gc.collect` within this context
-    visits only objects that were made in it: visiting all takes half a second.
+    While a model is built and its policy is compiled, the collector takes a fifth of the time,
+    since it visits a million objects of the libraries again and again. `gc.collect` within this
+    context visits only objects that were made in it: visiting all takes half a second.
     """
     enabled, freezes = gc.isenabled(), gc.get_freeze_count() == 0
     gc.disable()

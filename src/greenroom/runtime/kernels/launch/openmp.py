@@ -1,7 +1,7 @@
 """Compiled kernels on torch's own OpenMP threads.
 
-A second pool of threads (Numba's) would compete with torch's for the cores: workers of both spin
-after their work. So a kernel `void(void *)` is started by `GOMP_parallel`, which compilers call for
+A second pool of threads would compete with torch's for the cores: workers of both spin after their
+work. So a kernel `void(void *)` is started by `GOMP_parallel`, which compilers call for
 `#pragma omp parallel`. The function is of the library that torch has loaded (GNU's, or Intel's with
 the same symbol). Without such a library the kernel runs on the calling thread only.
 """
