@@ -28,8 +28,8 @@ SHARED(ExpertMatrix,
 // One MoE layer's experts.
 //
 // Rows of `up` are up projections, or gate projections first and then up projections, which may
-// have an encoding of their own (`second`; otherwise equal to `up`). If they are interleaved, the two alternate. A
-// transposed matrix is stored as [inputs, outputs].
+// have an encoding of their own (`second`, else equal to `up`). If they are interleaved, the two
+// alternate. A transposed matrix is stored as [inputs, outputs].
 SHARED(ExpertLayer,
     const uint8_t* slots;
     int64_t slot_bytes;

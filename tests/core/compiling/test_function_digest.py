@@ -127,19 +127,12 @@ import json
 from greenroom.core.cache.bound import bind
 from greenroom.core.compiling.function_digest import FunctionDigest
 from greenroom.policies import POLICIES
-from greenroom.runtime.kernels.codegen.formats import encoded
-from greenroom.runtime.kernels.codegen.formats.families import FORMATS
-from greenroom.runtime.kernels.codegen.jit import WITNESS
 from greenroom.sim.replay import _bound_loop
 found = {}
 for name, policy in POLICIES.items():
     for function in (*bind(policy)[1:], _bound_loop(policy)):
         key = f"{name} {function.py_func.__name__}"
         found[key] = FunctionDigest.of(function.py_func)
-for name, form in FORMATS.items():
-    for integers in {False, form.integers is not None}:
-        code = encoded.product(WITNESS["float32"], name, 0, integers)
-        found[f"product.{name} {integers}"] = FunctionDigest.of(code)
 print(json.dumps(found))
 """
 
