@@ -25,7 +25,7 @@ INLINE T* aligned(T* address) {
 
 // Multiply some rows of an encoded matrix with one float32 row: out[:rows], or add to it.
 //
-// scratch: memory for the packed input row, and 5 bytes for each input. packed: the row whose
+// scratch: memory for the packed input row, and scratch_bytes(K) bytes. packed: the row whose
 // integers are there, or null; the new one is returned, for the next call. next: codes that are
 // prefetched, since they are read next.
 INLINE const float* multiply_row(

@@ -73,5 +73,8 @@ void expand(ExpandCall& p) {
 
 }  // namespace
 
+// Bytes of scratch memory of a call for some rows of an encoded matrix.
+EXPORT int64_t rows_scratch_bytes(int64_t inputs) { return scratch_bytes(inputs); }
+
 KERNELS(linear, LinearCall, multiply)
 KERNELS(expand_rows, ExpandCall, expand)

@@ -153,7 +153,7 @@ INLINE Row row_of_call(const RowsCall& call, int64_t n, int place, const float* 
     int64_t row = call.first + n;
     return {
         call.slot + layout.codes + row * layout.row_bytes,
-        (float*)(call.scratch + place * (call.inputs / 2 + 64)),
+        (float*)(call.scratch + place * ready_bytes(call.inputs)),
         call.inputs,
         call.slot + layout.scales + shared_row(row, layout.rows_per_scale) * layout.scale_row_bytes,
         layout.groups_per_scale,
@@ -185,7 +185,7 @@ void expand(RowsCall* call) {
 // Multiply with weights that are decoded to memory, a row at a time, and rounded there.
 template <class F, class T>
 void multiply_decoded(RowsCall* call) {
-    float* weights = (float*)(call->scratch + call->inputs / 2 + 64);
+    float* weights = (float*)(call->scratch + ready_bytes(call->inputs));
     const int64_t K = call->inputs;
     for (int64_t n = 0; n < call->rows; n++) {
         Row row = row_of_call(*call, n, 0, nullptr);

@@ -24,7 +24,7 @@ SHARED(Layout,
 // multiply: compute the products out [rows] with x: a packed row if the format packs, else float32.
 //           `carry`: add them to out. `block`: inputs of a partial sum, `inputs` or 64.
 //
-// scratch:  5 bytes for each input
+// scratch:  scratch_bytes(inputs) bytes
 // next:     codes to prefetch after those of the last row
 SHARED(RowsCall,
     const uint8_t* slot;
@@ -43,6 +43,16 @@ struct Format {
     void (*expand)(RowsCall*);
     int64_t (*packed_bytes)(int64_t inputs);  // 0: input rows are not packed
 };
+
+// Bytes of a row's scales and minima in float32: one of each for 16 inputs, and the overhang of two
+// vectors, which short rows fill in part.
+constexpr int64_t ready_bytes(int64_t inputs) { return inputs / 2 + 128; }
+
+// Bytes of a call's scratch memory: the scales of four rows, or those of one row and its weights.
+constexpr int64_t scratch_bytes(int64_t inputs) {
+    int64_t scales = ready_bytes(inputs), rows = 4 * scales, decoded = scales + 4 * inputs;
+    return rows > decoded ? rows : decoded;
+}
 
 // A row of an encoded matrix. Its scales and minima are converted to float32 before its codes are
 // read, which costs less than to convert each scale where it is used.

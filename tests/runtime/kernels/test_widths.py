@@ -1,49 +1,54 @@
-"""Kernels read nothing beyond a row's end, whatever its width and the processor (widths.py)."""
+"""Kernels touch nothing beyond a row's end, whatever its width and the processor (widths.py)."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import llvmlite.binding as llvm
 import pytest
 
-ROOT = Path(__file__).parents[3]
-HOST = llvm.get_host_cpu_features()
-# Names of processors and the features that are taken from this one.
-SETS = {
-    "this processor": ("", ()),
-    "rows side by side": ("icelake-server", ()),
-    "AVX-512 without VNNI": ("skylake-avx512", ("avx512vnni", "avx512bf16", "avxvnni")),
-    "AVX2": ("haswell", ("avx512", "avxvnni")),
-}
+from greenroom.runtime.kernels.dense.stored import product_scratch
+from greenroom.runtime.kernels.matrix import PACKED_BYTES, Format
+from tests.runtime.kernels.codes import Style
+from tests.runtime.kernels.native.variants import LIBRARIES
+from tests.runtime.kernels.widths import (
+    ALL,
+    EVERY_STYLE,
+    FEW,
+    EncodedMatrix,
+    check_style,
+    unit_of,
+)
+
+FORMATS = [[name for name in of.symbols() if name.startswith("format_")] for of in LIBRARIES]
 
 
-def widths(*args: str, name: str = "", without: tuple[str, ...] = ()) -> None:
-    """Run the cases in a process of their own; it fails where one is wrong or kills it."""
-    env = dict(os.environ)
-    if name:
-        flags = {f: on and not f.startswith(without or ("none",)) for f, on in HOST.items()}
-        env["NUMBA_CPU_NAME"] = name
-        env["NUMBA_CPU_FEATURES"] = ",".join(f"{'-+'[on]}{f}" for f, on in sorted(flags.items()))
-    command = [sys.executable, "-X", "faulthandler", "-m", "tests.runtime.kernels.widths", *args]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert done.stdout.strip().endswith(" 0 wrong")
-
-
-@pytest.mark.process
-def test_kernels_read_nothing_beyond_rows_near_whole_vectors() -> None:
-    widths()
+@pytest.mark.parametrize("style", EVERY_STYLE, ids=lambda s: f"{s}-{s.share[1]}")
+def test_formats_touch_nothing_beyond_rows_near_whole_vectors(style: Style) -> None:
+    for blocks in FEW if unit_of(style) < 256 else FEW[:3]:
+        check_style(style, blocks)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("which", SETS)
-def test_kernels_read_nothing_beyond_rows_of_every_width(which: str) -> None:
-    name, without = SETS[which]
-    if name and not HOST.get("avx512vnni" if name == "icelake-server" else "avx2"):
-        pytest.skip("not a processor that has these instructions")
-    widths("--all", name=name, without=without)
+@pytest.mark.parametrize("style", EVERY_STYLE, ids=lambda s: f"{s}-{s.share[1]}")
+def test_formats_touch_nothing_beyond_rows_of_every_width(style: Style) -> None:
+    for blocks in ALL:
+        check_style(style, blocks)
+        check_style(style, blocks, at_end=False)
+
+
+def test_every_format_of_every_library_has_a_case() -> None:
+    covered = set()
+    for style in EVERY_STYLE:
+        matrix = EncodedMatrix(style, 2 * unit_of(style))
+        covered |= {matrix.symbol(dtype) for dtype in matrix.types()}
+    for names in FORMATS:
+        assert set(names) == covered
+
+
+def test_callers_have_the_scratch_memory_that_products_take() -> None:
+    for of, names in zip(LIBRARIES, FORMATS, strict=True):
+        bound = PACKED_BYTES(of.address("rows_scratch_bytes"))
+        forms = [Format.from_address(of.address(name)) for name in names]
+        packings = {form.packed_bytes: PACKED_BYTES(form.packed_bytes) for form in forms}
+        for width in range(32, 9000, 32):
+            packed = max(size(width) for size in packings.values())
+            assert 63 + packed + bound(width) <= product_scratch(width)

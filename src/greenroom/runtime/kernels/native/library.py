@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import re
+import struct
 from functools import cache
 from glob import glob
 from pathlib import Path
@@ -59,6 +60,7 @@ class Library:
         except OSError as error:
             raise UsageError(f"compiled kernels cannot be loaded ({error}): {BUILD}") from error
         self._structures: dict[str, type[ctypes.Structure]] = {}
+        self._path = path
 
     @property
     def runs_here(self) -> bool:
@@ -69,6 +71,22 @@ class Library:
     def source_digest(self) -> str:
         """Return the digest of the sources from which the library was built."""
         return ctypes.string_at(self.address("source_digest")).decode()
+
+    def symbols(self) -> list[str]:
+        """List the names of the library's functions and constants, from its ELF symbol table."""
+        data = self._path.read_bytes()
+        sections = struct.unpack_from("<Q", data, 40)[0]
+        size, count = struct.unpack_from("<HH", data, 58)
+        headers = [struct.unpack_from("<2I4Q2I2Q", data, sections + i * size) for i in range(count)]
+        table = next(each for each in headers if each[1] == 11)  # SHT_DYNSYM
+        names, found = headers[table[6]][4], []
+        for name, _, _, section, _, _ in struct.iter_unpack(
+            "<IBBHQQ", data[table[4] : table[4] + table[5]]
+        ):
+            if section:  # 0: defined in another library
+                start = names + name
+                found.append(data[start : data.index(b"\0", start)].decode())
+        return sorted(found)
 
     def address(self, name: str) -> int:
         """Return the address of a function or constant, or 0 if the library lacks it."""

@@ -52,7 +52,8 @@ def results(
     columns = weight.shape[1]
     random = np.random.default_rng(0)
     x = (random.normal(size=columns) * np.exp(random.normal(size=columns))).astype(np.float32)
-    scratch, packed = memory(9 * columns), memory(PACKED_BYTES(form.packed_bytes)(columns))
+    need = PACKED_BYTES(of.address("rows_scratch_bytes"))(columns)
+    scratch, packed = memory(need), memory(PACKED_BYTES(form.packed_bytes)(columns))
     call = of.structure("RowsCall")(
         slot=slot, layout=product.arguments[1], inputs=columns, x=x.ctypes.data, next=slot,
         scratch=scratch.ctypes.data, out=packed.ctypes.data,
