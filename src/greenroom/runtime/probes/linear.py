@@ -22,7 +22,7 @@ from torch.nn.functional import softplus
 
 from greenroom.core.predictor import Inputs
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
-from greenroom.runtime.kernels.native.library import library
+from greenroom.runtime.kernels.native.library import library, missing_reason
 from greenroom.runtime.probes.routers import Router
 
 Floats = NDArray[np.float32]
@@ -82,7 +82,7 @@ class Linear:
     def _product(self, x: Floats) -> Floats:
         weight = self.weight
         experts, hidden = weight.shape
-        if len(x) > MOST_GEMV_TOKENS or weight.dtype not in _COMPILED:
+        if len(x) > MOST_GEMV_TOKENS or weight.dtype not in _COMPILED or missing_reason():
             product = torch.from_numpy(x).to(weight.dtype) @ weight.T
             result: Floats = product.float().numpy()
             return result

@@ -1,172 +1,135 @@
-"""Formulas over rows equal NumPy's at every length, and write only to their rows."""
+"""Formulas over rows of numbers equal torch's at every length, and write only to their rows."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
-from numba import njit
+import torch
+from torch import Tensor
 
-from greenroom.runtime.kernels.codegen.entries.gating import (
-    CLAMPED,
-    RELU2,
-    SILU,
-    SILU_FLOAT,
-    activate,
-    round_and_add_bias,
-)
-from greenroom.runtime.kernels.codegen.llvm.lanes import exponentials, over_rows
-from greenroom.runtime.kernels.codegen.llvm.target import LANES
-from greenroom.runtime.kernels.codegen.llvm.values import I32, Value
+from greenroom.runtime.kernels.activation import CLAMPED, FORMULAS, RELU2, SILU, SILU_FLOAT
+from greenroom.runtime.kernels.activation import Activation as Formula
+from greenroom.runtime.kernels.launch.sequence import address_of
+from greenroom.runtime.kernels.native.library import library
+from tests.runtime.kernels.native.variants import DTYPES, entries, same_bits
 
-F, BF16 = np.float32(0), np.uint16(0)
+LANES = 16
 LENGTHS = [1, LANES - 1, LANES, 2 * LANES + 3]
-PADDING = np.float32(-77)
+PADDING = -77.0
+NEAR = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 4e-6}
 
 
-@over_rows("fk2", "fk", scalars=1)
-def _mixed(kind, x, y, every_second, factor: Value):
-    return (x + y * factor, every_second - x)
+def draw(dtype: torch.dtype, n: int, seed: int = 0, scale: float = 3) -> Tensor:
+    return (torch.randn(n, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
-@over_rows("ff", "f")
-def _selected(kind, x, numbers):
-    return x.select_lanes(numbers.bitcast(I32) & (LANES - 1))
-
-
-@njit
-def _run_selected(n, places):
-    _selected(F, n, places)
-
-
-@njit
-def _run_mixed(n, places, factor):
-    _mixed(BF16, n, places, (factor,))
-
-
-@njit
-def _run_exponentials(n, x, scale, out):
-    return exponentials(BF16, n, x, scale, out)
-
-
-@njit
-def _run_activate(code, gate, up, paired, out, n, limit, alpha):
-    activate(BF16, code, gate, up, paired, out, n, limit, alpha)
-
-
-@njit
-def _run_finish(row, bias, n, rounds):
-    round_and_add_bias(BF16, row, bias, n, rounds)
-
-
-def bf16(x: np.ndarray) -> np.ndarray:
-    """Nearest bfloat16, ties to even, as uint16."""
-    bits = np.asarray(x, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def wide(x: np.ndarray) -> np.ndarray:
-    return (x.astype(np.uint32) << 16).view(np.float32)
-
-
-def rounded(x: np.ndarray) -> np.ndarray:
-    return wide(bf16(x))
-
-
-def drawn(n: int, seed: int = 0, scale: float = 3) -> np.ndarray:
-    return (np.random.default_rng(seed).standard_normal(n) * scale).astype(np.float32)
-
-
-def at(*arrays: np.ndarray) -> tuple[int, ...]:
-    return tuple(array.ctypes.data for array in arrays)
-
-
-@pytest.mark.parametrize("n", LENGTHS)
-def test_formulas_equal_numpy_and_write_only_to_their_rows(n: int) -> None:
-    x, y, pairs = drawn(n), bf16(drawn(n, 1)), drawn(2 * n, 2)
-    out, short = np.full(n + 1, PADDING), np.full(n + 1, 7, np.uint16)
-    _run_mixed(n, at(x, y, pairs, out, short), np.float32(1.1))
-    np.testing.assert_array_equal(out[:n], x + wide(y) * np.float32(1.1))
-    np.testing.assert_array_equal(short[:n], bf16(pairs[::2] - x))
-    assert out[n] == PADDING
-    assert short[n] == 7
+def exponentials(x: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return exp(scale * (x - max)) with one number more, and their sum, if libraries agree."""
+    results, totals = [], []
+    for entry in entries("test_exponentials", x.dtype):
+        out = torch.full((len(x) + 1,), PADDING)
+        call = library().structure("ExponentialsTest")(n=len(x), scale=scale)
+        call.x, call.out = x.data_ptr(), out.data_ptr()
+        entry(address_of(call))
+        results.append(out)
+        totals.append(torch.tensor([call.total]))
+    assert same_bits(results)
+    assert same_bits(totals)
+    return results[0], float(totals[0])
 
 
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("scale", [1.0, 0.125])
-def test_exponentials_and_their_sum_equal_numpy(n: int, scale: float) -> None:
-    x, out = bf16(drawn(n, scale=30)), np.full(n + 1, PADDING)
-    total = _run_exponentials(n, *at(x), np.float32(scale), *at(out))
-    expected = np.exp(scale * (wide(x).astype(np.float64) - wide(x).max()))
-    np.testing.assert_allclose(out[:n], expected, rtol=1e-6, atol=1e-37)
-    assert total == pytest.approx(expected.sum(), rel=1e-6)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_exponentials_and_their_sum_equal_torch(dtype, scale, n):
+    x = draw(dtype, n, scale=30)
+    out, total = exponentials(x, scale)
+    expected = (scale * (x.double() - x.double().max())).exp()
+    torch.testing.assert_close(out[:n].double(), expected, rtol=4e-6, atol=1e-37)
+    assert total == pytest.approx(float(expected.sum()), rel=4e-6)
     assert out[n] == PADDING
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
-def test_the_sum_of_exponentials_with_nan_or_infinity_is_nan(odd: float) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_sum_of_exponentials_with_nan_or_infinity_is_nan(dtype, odd):
     for place in (0, LANES - 1, LANES + 1):
-        x = drawn(LANES + 2)
+        x = draw(dtype, LANES + 2)
         x[place] = odd
-        total = _run_exponentials(len(x), *at(bf16(x)), np.float32(1), *at(np.empty_like(x)))
-        assert math.isnan(total)
+        assert math.isnan(exponentials(x, 1)[1])
 
 
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return (1 / (1 + np.exp(-x.astype(np.float64)))).astype(np.float32)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_score_of_minus_infinity_has_no_weight(dtype):
+    x = torch.tensor([0.0] + [-math.inf] * LANES, dtype=dtype)
+    out, total = exponentials(x, 1)
+    assert total == pytest.approx(1, abs=1e-30)
+    assert out[0] == 1
 
 
-def _expected(code: int, gate: np.ndarray, up: np.ndarray, limit: float, alpha: float):
-    if code == RELU2:
-        return rounded(np.maximum(up, 0) ** 2)
-    if code == SILU_FLOAT:
-        return rounded(gate * _sigmoid(gate) * up)
-    gate, up = np.minimum(gate, np.float32(limit)), np.clip(up, -limit, limit).astype(np.float32)
-    if code == SILU:
-        return rounded(rounded(gate * _sigmoid(gate)) * up)
-    inner = rounded(_sigmoid(rounded(gate * np.float32(alpha))))
-    return rounded(rounded(up + 1) * rounded(gate * inner))
+def projected(
+    dtype: torch.dtype, x: Tensor, formula: Formula, bias: Tensor | None, **fields: int
+) -> tuple[Tensor, Tensor]:
+    """Return an expert's (up projection, activation), each with one number more.
+
+    The expert's matrix is the identity, so its projection is x, [width], before rounding and bias.
+    """
+    width, inner = len(x), fields["inner"]
+    structure, weight = library().structure, torch.eye(width, dtype=dtype)
+    numbers = torch.tensor([0, 0, 1])
+    first, starts = numbers.data_ptr(), numbers.data_ptr() + 8
+    routing = structure("Routing")(count=1, experts=first, starts=starts, tokens=first, rows=first)
+    layer = structure("ExpertLayer")(slots=weight.data_ptr(), hidden=width, width=width, **fields)
+    for name in ("code", "limit", "alpha"):
+        setattr(layer.activation, name, getattr(formula, name))
+    layer.bias = None if bias is None else bias.data_ptr()
+    results = []
+    for entry in entries("compute_group", dtype):
+        mid, act = torch.full((width + 1,), PADDING), torch.full((inner + 1,), PADDING)
+        scratch, finished = torch.empty(1 << 16), torch.zeros(1, dtype=torch.int64)
+        call = structure("GroupCall")(up=1, count=1, experts=first, slots=first, x=x.data_ptr())
+        call.layer, call.routing = address_of(layer), address_of(routing)
+        call.mid, call.act, call.scratch = mid.data_ptr(), act.data_ptr(), scratch.data_ptr()
+        call.finished = finished.data_ptr()
+        entry(address_of(call))
+        results.append(torch.cat([mid, act]))
+    assert same_bits(results)
+    return results[0].split([width + 1, inner + 1])
 
 
 @pytest.mark.parametrize("n", LENGTHS)
-@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("paired", [False, True], ids=["rows", "paired"])
 @pytest.mark.parametrize("code", [SILU, SILU_FLOAT, CLAMPED, RELU2])
-def test_activations_round_where_eager_does(code: int, paired: bool, n: int) -> None:
-    gate, up = rounded(drawn(n, 3, 8)), rounded(drawn(n, 4, 8))
-    gate[0], limit, alpha = -200, 7.0, 1.702
-    out, both = np.full(n + 1, PADDING), np.stack([gate, up], 1).ravel()
-    if paired and code != RELU2:
-        places = both.ctypes.data, both.ctypes.data + 4
-    else:
-        places, paired = at(gate, up), False
-    _run_activate(code, *places, paired, *at(out), n, np.float32(limit), np.float32(alpha))
-    expected = _expected(code, gate, up, limit, alpha)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations_round_where_eager_does(dtype, code, paired, n):
+    gate, up = (draw(dtype, n, seed, 8) for seed in (3, 4))
+    gate[0], formula = -200, Formula(code, 7.0, 1.702)
+    if code == SILU_FLOAT:
+        formula = Formula(code)
+    x = up if code == RELU2 else torch.stack([gate, up], 1 if paired else 0).flatten()
+    _, out = projected(
+        dtype, x.float(), formula, None, inner=n, interleaved=paired and code != RELU2
+    )
+    expected = FORMULAS[code](formula, gate, up)
     # A last bit of exp may fall on the other side of a rounding, of one that is rounded again.
-    np.testing.assert_allclose(out[:n], expected, rtol=2**-6, atol=1e-30)
-    assert (out[:n] == expected).mean() >= 0.9
+    torch.testing.assert_close(out[:n], expected.float(), rtol=NEAR[dtype], atol=1e-30)
+    if dtype is not torch.float32:
+        assert (out[:n].to(dtype) == expected).double().mean() >= 0.9
+    assert torch.equal(out[:n].to(dtype).float(), out[:n])
     assert out[n] == PADDING
 
 
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-def test_sums_are_rounded_before_and_after_their_bias(biased: bool, rounds: bool) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_are_rounded_before_and_after_their_bias(dtype, biased, rounds):
     for n in LENGTHS:
-        row, bias = np.append(drawn(n), PADDING), bf16(drawn(n, 1))
-        expected = row[:n].copy()
-        expected = rounded(expected) if rounds else expected
+        x, bias = draw(torch.float32, n), draw(dtype, n, 1)
+        expected = x.to(dtype) if rounds else x
         if biased:
-            expected = expected + wide(bias)
-            expected = rounded(expected) if rounds else expected
-        _run_finish(*at(row), bias.ctypes.data if biased else 0, n, rounds)
-        np.testing.assert_array_equal(row, np.append(expected, PADDING))
-
-
-def test_lanes_are_selected_by_variable_numbers() -> None:
-    random = np.random.default_rng(0)
-    x = random.normal(size=(3, LANES)).astype(np.float32)
-    numbers = random.integers(0, LANES, x.shape, np.int32)
-    out = np.empty_like(x)
-    _run_selected(x.size, (x.ctypes.data, numbers.ctypes.data, out.ctypes.data))
-    assert np.array_equal(out, np.take_along_axis(x, numbers, axis=1))
+            expected = expected + bias  # float32 if the sum is not rounded
+        found, _ = projected(
+            dtype, x, Formula(RELU2), bias if biased else None, inner=n, rounds=rounds
+        )
+        assert torch.equal(found, torch.cat([expected.float(), torch.tensor([PADDING])]))

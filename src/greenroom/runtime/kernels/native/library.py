@@ -79,14 +79,14 @@ class Library:
         size, count = struct.unpack_from("<HH", data, 58)
         headers = [struct.unpack_from("<2I4Q2I2Q", data, sections + i * size) for i in range(count)]
         table = next(each for each in headers if each[1] == 11)  # SHT_DYNSYM
-        names, found = headers[table[6]][4], []
+        names, symbols = headers[table[6]][4], []
         for name, _, _, section, _, _ in struct.iter_unpack(
             "<IBBHQQ", data[table[4] : table[4] + table[5]]
         ):
             if section:  # 0: defined in another library
                 start = names + name
-                found.append(data[start : data.index(b"\0", start)].decode())
-        return sorted(found)
+                symbols.append(data[start : data.index(b"\0", start)].decode())
+        return sorted(symbols)
 
     def address(self, name: str) -> int:
         """Return the address of a function or constant, or 0 if the library lacks it."""
