@@ -36,7 +36,7 @@ setup: $(READY)
 native: export PATH := $(CURDIR)/$(BIN):$(PATH)
 native:
 	@cmake -S native -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM="$$(command -v ninja)" > /dev/null
-	@cmake --build build/native
+	@MAKEFLAGS= cmake --build build/native
 
 # torch first, in the version that the constraints name: what depends on it then takes that one. The
 # tools that build Greenroom are those of this environment, so `native` goes on where they stopped.
