@@ -16,6 +16,7 @@ import torch
 
 from greenroom.core.layout import BLOCKS, SlotLayout, WeightSpec
 from greenroom.runtime.kernels.matrix import (
+    GROUP,
     MatrixProduct,
     format_name,
     format_symbol,
@@ -63,7 +64,8 @@ def neon() -> Emulated:
 def matrix_of(style: Style) -> tuple[WeightSpec, bytes]:
     """The layout and the bytes of a matrix of any codes and sane scales."""
     inputs = BLOCKS[style.name][0]
-    width = BLOCKS_OF_ROW * max(inputs, style.share[1] if style.share[1] < 1 << 20 else 64)
+    share = style.share[1] if style.share[1] < 1 << 20 else 64
+    width = -(-BLOCKS_OF_ROW * max(inputs, share) // GROUP) * GROUP
     random = np.random.default_rng(0)
     parts = tensors_of(style, "w", (max(ROWS, 2 * style.share[0]), width), random)
     sizes = [(name, tuple(t.shape), str(t.dtype)[6:]) for name, t in parts.items()]
