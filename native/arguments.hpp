@@ -9,7 +9,6 @@
 #include <cstdint>
 
 #define EXPORT extern "C" [[gnu::visibility("default")]]
-#define EXPORT_CONSTANT extern "C" [[gnu::visibility("default")]]
 
 #define SHARED(name, ...)                                             \
     struct name {                                                     \

@@ -29,7 +29,7 @@ struct Plain {
 struct Int8 {
     static constexpr int block_inputs = 1, block_bytes = 1;
     static constexpr Packing packing{.shift = 6};
-    static constexpr bool paired = false, row_by_row = true;
+    static constexpr bool paired = false;
 
     INLINE static void prepare(const Row& row) {
         prepare_contiguous<uint16_t>(row, 6, load_halves);

@@ -36,6 +36,9 @@ struct Packing {
     constexpr int vectors() const { return run ? 4 + offsets() + (minima > 0) : 2; }
 };
 
+// Lanes of the sums of four groups of 32 inputs, two for each block of 64.
+constexpr int FOUR_MINIMA[] = {0, 1, 10, 11};
+
 // An iteration's packed inputs.
 struct Inputs {
     const uint8_t* at;

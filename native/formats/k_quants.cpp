@@ -23,8 +23,7 @@ INLINE const uint8_t* block_at(const Row& row, int64_t at) {
 
 INLINE float half_at(const uint8_t* address) { return half_to_float(read<uint16_t>(address)); }
 
-// Lanes of the sums of four groups of 32 inputs, two for each block of 64; and of eight of 16.
-constexpr int FOUR_MINIMA[] = {0, 1, 10, 11};
+// Lanes of the sums of eight groups of 16 inputs.
 constexpr int EIGHT_MINIMA[] = {0, 1, 2, 3, 8, 9, 10, 11};
 
 // Formats with a minimum for 32 weights.

@@ -252,6 +252,6 @@ constexpr Format decoded_format() {
     FORMAT_OF(name##_float16, (greenroom::decoded_format<F, greenroom::Float16>()))
 
 #define FORMAT_OF(name, code) \
-    EXPORT_CONSTANT const greenroom::Format format_##name = code;
+    EXPORT const greenroom::Format format_##name = code;
 
 }  // namespace greenroom

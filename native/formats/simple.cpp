@@ -12,9 +12,6 @@
 namespace greenroom {
 namespace {
 
-// Lanes of the sums of four groups of 32 inputs, two for each block of 64.
-constexpr int FOUR_MINIMA[] = {0, 1, 10, 11};
-
 // The last 16 bytes of the block of BYTES bytes with input `at`.
 template <int BYTES>
 INLINE const uint8_t* block_codes(const Row& row, int64_t at) {
@@ -177,7 +174,7 @@ struct Q5_1 : FiveBits<24> {
         Weights code = codes(row, at);
         Floats scale = all(row.ready[at / 32]), minimum = all(row.minima()[at / 32]);
         return weights_of(fma(scale, code.part[0], minimum),
-                                  fma(scale, code.part[1], minimum));
+                          fma(scale, code.part[1], minimum));
     }
 
     template <class Add>

@@ -21,7 +21,7 @@ FORMATS = [[name for name in of.symbols() if name.startswith("format_")] for of 
 
 
 @pytest.mark.parametrize("style", EVERY_STYLE, ids=lambda s: f"{s}-{s.share[1]}")
-def test_formats_touch_nothing_beyond_rows_near_whole_vectors(style: Style) -> None:
+def test_formats_stay_within_rows_near_whole_vectors(style: Style) -> None:
     for blocks in FEW if unit_of(style) < 256 else FEW[:3]:
         check_style(style, blocks)
 
@@ -29,7 +29,7 @@ def test_formats_touch_nothing_beyond_rows_near_whole_vectors(style: Style) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("style", EVERY_STYLE, ids=lambda s: f"{s}-{s.share[1]}")
-def test_formats_touch_nothing_beyond_rows_of_every_width(style: Style) -> None:
+def test_formats_stay_within_rows_of_every_width(style: Style) -> None:
     for blocks in ALL:
         check_style(style, blocks)
         check_style(style, blocks, at_end=False)

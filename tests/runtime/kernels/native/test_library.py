@@ -59,7 +59,7 @@ def test_the_user_chooses_a_library(fresh_library, monkeypatch, path):
             library()
 
 
-def test_an_unknown_choice(fresh_library, monkeypatch):
+def test_a_wrong_variant_is_refused_by_name(fresh_library, monkeypatch):
     monkeypatch.setenv(CHOICE, "sse2")
     with pytest.raises(
         UnknownName, match="GREENROOM_SIMD 'sse2': choose one of avx512, avx2, neon"

@@ -7,7 +7,6 @@ read what an earlier one has written: the address of that result is known before
 from __future__ import annotations
 
 import ctypes
-import struct
 from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -24,11 +23,6 @@ def address_of(arguments: Arguments) -> int:
     if isinstance(arguments, ctypes.Structure):
         return ctypes.addressof(arguments)
     return arguments.buffer_info()[0]
-
-
-def bits(value: float) -> int:
-    """Return a float32's bits as an int64 kernel argument."""
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
 def batch_stage(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,12 +21,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)  # to which weights are d
 ROWS = 7  # four at once, and three one by one
 CODE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 PACKED_BYTES = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
-SYMBOLS = {
-    name.decode()
-    for name in re.findall(
-        rb"\0(format_\w+)(?=\0)", (FOLDER / f"greenroom-{library().variant}.so").read_bytes()
-    )
-}
+SYMBOLS = {name for name in library().symbols() if name.startswith("format_")}
 COMPILED = sorted(
     name for name in SYMBOLS if {f"{name}_{str(dtype)[6:]}" for dtype in TYPES} <= SYMBOLS
 )
