@@ -1,4 +1,4 @@
-"""Kernels touch nothing beyond a row's end, whatever its width and the processor (widths.py)."""
+"""Kernels touch nothing beyond their arrays, whatever the width and the processor (widths/)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from greenroom.runtime.kernels.dense.stored import product_scratch
 from greenroom.runtime.kernels.matrix import PACKED_BYTES, Format
 from tests.runtime.kernels.codes import Style
 from tests.runtime.kernels.native.variants import LIBRARIES
-from tests.runtime.kernels.widths import (
+from tests.runtime.kernels.widths.cases import CASES, Case, check_case, check_few
+from tests.runtime.kernels.widths.formats import (
     ALL,
     EVERY_STYLE,
     FEW,
@@ -18,6 +19,10 @@ from tests.runtime.kernels.widths import (
 )
 
 FORMATS = [[name for name in of.symbols() if name.startswith("format_")] for of in LIBRARIES]
+# What libraries export besides kernels. Cases of kernels take scratch memory of these sizes.
+SIZES = {"rows_scratch_bytes", "expert_scratch_bytes"}
+ABOUT_LIBRARY = {"runs_here", "source_digest"}
+STRUCTURES = ("fields_of_", "bytes_of_")
 
 
 @pytest.mark.parametrize("style", EVERY_STYLE, ids=lambda s: f"{s}-{s.share[1]}")
@@ -35,6 +40,20 @@ def test_formats_stay_within_rows_of_every_width(style: Style) -> None:
         check_style(style, blocks, at_end=False)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_stay_within_arrays_near_whole_vectors(case: Case) -> None:
+    check_few(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_stay_within_arrays_of_every_width(case: Case) -> None:
+    for width in case.many:
+        check_case(case, width)
+        check_case(case, width, at_end=False)
+
+
 def test_every_format_of_every_library_has_a_case() -> None:
     covered = set()
     for style in EVERY_STYLE:
@@ -42,6 +61,13 @@ def test_every_format_of_every_library_has_a_case() -> None:
         covered |= {matrix.symbol(dtype) for dtype in matrix.types()}
     for names in FORMATS:
         assert set(names) == covered
+
+
+def test_every_kernel_of_every_library_has_a_case() -> None:
+    covered = set().union(*(case.symbols for case in CASES))
+    for of, formats in zip(LIBRARIES, FORMATS, strict=True):
+        names = {name for name in of.symbols() if not name.startswith(STRUCTURES)}
+        assert names - {*formats} - SIZES - ABOUT_LIBRARY == covered
 
 
 def test_callers_have_the_scratch_memory_that_products_take() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -52,9 +52,7 @@ class EncodedMatrix:
             parts = {"w": drawn.to(getattr(torch, style.scales))}
         else:
             parts = tensors_of(style, "w", shape, random)
-        sizes = [(name, tuple(t.shape), str(t.dtype)[6:]) for name, t in parts.items()]
-        encodings = {} if style.name == PLAIN else {"w": style.name}
-        self.spec: WeightSpec = SlotLayout.pack(sizes, encodings, "bfloat16").weight("w")
+        self.spec = spec_of(style, parts)
         assert not unsupported_reason(self.spec), unsupported_reason(self.spec)
         self.style, self.shape, self.values = style, shape, list(parts.values())
         self.parts = [moved(part, at_end) for part in self.values]
@@ -76,15 +74,29 @@ class EncodedMatrix:
 
     def layout(self, of: Library, packed: int) -> ctypes.Structure:
         """The description of the matrix, with addresses in place of offsets."""
-        product = MatrixProduct(self.spec, torch.float32)
-        layout = of.structure("Layout").from_address(product.arguments[1])
-        layout = of.structure("Layout").from_buffer_copy(layout)
-        layout.packed_bytes = packed
-        for field, part in zip(("codes", "scales", "zeros", "groups"), self.parts, strict=False):
-            setattr(layout, field, part.data_ptr())
-        if len(self.parts) == 1:
-            layout.scales = layout.zeros = layout.groups = layout.codes
-        return layout
+        return layout_of(of, self.spec, packed, [part.data_ptr() for part in self.parts])
+
+
+def layout_of(
+    of: Library, spec: WeightSpec, packed: int, addresses: Sequence[int], first: int = 0
+) -> ctypes.Structure:
+    """Describe a matrix whose parts have addresses, and whose first row has number `first`."""
+    product = MatrixProduct(spec, torch.float32)
+    layout = of.structure("Layout").from_address(product.arguments[1])
+    layout = of.structure("Layout").from_buffer_copy(layout)
+    layout.packed_bytes = packed
+    layout.scales = layout.zeros = layout.groups = addresses[0]
+    for field, address in zip(("codes", "scales", "zeros", "groups"), addresses, strict=False):
+        setattr(layout, field, address)
+    layout.codes -= first * layout.row_bytes
+    return layout
+
+
+def spec_of(style: Style, parts: dict[str, Tensor]) -> WeightSpec:
+    """Describe a matrix `w` that consists of some tensors."""
+    sizes = [(name, tuple(t.shape), str(t.dtype)[6:]) for name, t in parts.items()]
+    encodings = {} if style.name == PLAIN else {"w": style.name}
+    return SlotLayout.pack(sizes, encodings, "bfloat16").weight("w")
 
 
 def near(got: Tensor, want: Tensor, within: float) -> bool:

@@ -1,0 +1,134 @@
+"""Choices of experts, look-ups of slots, copied calls and stages at one width."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.runtime.kernels.widths.kernel import WalledKernel, is_near, is_untouched
+
+INT64 = torch.int64
+
+
+def check_select(kernel: WalledKernel, experts: int) -> Iterator[Tensor]:
+    """The experts of the largest scores, all of which differ, and then of equal scores."""
+    draw = torch.Generator().manual_seed(experts)
+    logits = (torch.randperm(experts, generator=draw) / 8).to(kernel.dtype)
+    top_k = min(8, experts)
+    scores, order = logits.double().softmax(0).sort(descending=True)
+    for summed, wide in product((False, True), (False, True)):
+        dtype = torch.float32 if wide else kernel.dtype
+        ids, weights = kernel.allocate(top_k, dtype=INT64), kernel.allocate(top_k, dtype=dtype)
+        call = kernel.call(
+            "Choice", logits=kernel.place(logits), experts=experts, top_k=top_k, summed=summed,
+            wide=wide, ids=ids.data_ptr(), weights=weights.data_ptr(),
+        )  # fmt: skip
+        assert call.chosen == top_k
+        assert ids.tolist() == order[:top_k].tolist()
+        want = scores[:top_k] / scores[:top_k].sum() if summed else scores[:top_k]
+        assert is_near(weights, want, torch.finfo(dtype).eps + 1e-5, 2**-24)
+        yield from (ids, weights)
+    equal = torch.zeros(experts, dtype=kernel.dtype)
+    for knows_ties in (False, True):
+        ids, weights = kernel.allocate(top_k, dtype=INT64), kernel.allocate(top_k)
+        call = kernel.call(
+            "Choice", logits=kernel.place(equal), experts=experts, top_k=top_k, wide=True,
+            knows_ties=knows_ties, ids=ids.data_ptr(), weights=weights.data_ptr(),
+        )  # fmt: skip
+        if call.chosen:
+            assert len({*ids.tolist()}) == top_k
+            assert is_near(weights, torch.tensor(1 / experts), 1e-6)
+        else:
+            assert top_k < experts
+            assert is_untouched(ids)
+            assert is_untouched(weights)
+        yield ids
+
+
+def check_find_slots(kernel: WalledKernel, top_k: int) -> Iterator[Tensor]:
+    """The slots of a layer's experts, which are the last experts of the tables."""
+    first, experts = 5, top_k + 3
+    draw = torch.Generator().manual_seed(top_k)
+    for loaded in (True, False):
+        ids = torch.randperm(experts, generator=draw)[:top_k]
+        slot_of = torch.randperm(first + experts, generator=draw)
+        if not loaded:
+            slot_of[first + ids[-1]] = -1
+        memory = torch.randperm(first + experts, generator=draw) * 3
+        used, requests = (kernel.allocate(first + experts, dtype=INT64) for _ in range(2))
+        used.fill_(7), requests.fill_(2)
+        results = [kernel.allocate(top_k, dtype=INT64) for _ in range(3)]
+        tables = kernel.structure(
+            "SlotTables", first=first, slot_of=kernel.place(slot_of), last_used=used.data_ptr(),
+            requests=requests.data_ptr(), memory=kernel.place(memory), step=8,
+        )  # fmt: skip
+        names = ("sorted", "slots", "ranks")
+        places = {name: each.data_ptr() for name, each in zip(names, results, strict=True)}
+        call = kernel.call(
+            "SlotSearch",
+            ids=kernel.place(ids),
+            top_k=top_k,
+            experts=experts,
+            tables=tables,
+            **places,
+        )
+        assert call.found == (top_k if loaded else 0)
+        chosen = torch.zeros(first + experts, dtype=INT64)
+        if loaded:
+            ascending, ranks = ids.sort()
+            chosen[first + ids] = 1
+            slots = memory[slot_of[first + ascending]]
+            assert all(map(torch.equal, results, (ascending, slots, ranks)))
+            yield from results
+        assert torch.equal(used, 7 + chosen)
+        assert torch.equal(requests, 2 + chosen)
+
+
+class _Copies:
+    """A call of `copy_calls` with several runs of numbers."""
+
+    def __init__(self, kernel: WalledKernel, lengths: list[int]) -> None:
+        self.sources = [torch.arange(n) * 3 + n for n in lengths]
+        self.targets = [kernel.allocate(n, dtype=INT64) for n in lengths]
+        runs = [
+            kernel.structure(
+                "Run", target=target.data_ptr(), source=kernel.place(source), length=len(source)
+            )
+            for source, target in zip(self.sources, self.targets, strict=True)
+        ]
+        self.call: Any = kernel.place_call(
+            "CopyCall", count=len(runs), runs=kernel.place_structures(runs)
+        )
+
+    @property
+    def done(self) -> bool:
+        return all(map(torch.equal, self.targets, self.sources))
+
+
+def check_copies(kernel: WalledKernel, length: int) -> Iterator[Tensor]:
+    """Runs of one length and of others."""
+    for lengths in ([length], [length, 1, length + 1], [1] * length):
+        copies = _Copies(kernel, lengths)
+        kernel.enter(copies.call)
+        assert copies.done
+        yield from copies.targets
+
+
+def check_stages(kernel: WalledKernel, count: int) -> Iterator[Tensor]:
+    """Copies one after another, of which a number that is 0 leaves out the last."""
+    copy = kernel.of.address("copy_calls")
+    for flag in (0, 1):
+        copies = [_Copies(kernel, [3]) for _ in range(count)]
+        stages = [(copy, each.call) for each in copies]
+        number = kernel.allocate(1, dtype=INT64).fill_(flag)
+        addresses = [(entry, ctypes.addressof(call)) for entry, call in stages]
+        addresses.insert(count - 1, (0, number.data_ptr()))
+        described = [kernel.structure("Stage", kernel=k, call=c) for k, c in addresses]
+        kernel.call("StagesCall", count=len(described), stages=kernel.place_structures(described))
+        assert [each.done for each in copies] == [True] * (count - 1) + [bool(flag)]
+        yield from (each.targets[0] for each in copies)
