@@ -114,7 +114,8 @@ class EncodedExperts(PlainExperts):
         return max(formats.unit_of(style) for style in (self.kind.up, self.kind.down) if style)
 
     def __call__(self, kernel: WalledKernel, n: int) -> Iterator[Tensor]:
-        sizes = (n, 2 * self.unit) if self.is_hidden else (2 * self.unit, n)
+        other = max(64, self.unit)
+        sizes = (n, other) if self.is_hidden else (other, n)
         return experts.check_group(kernel, *sizes, self.kind, self.tokens, self.narrow)
 
 

@@ -173,7 +173,7 @@ class Layer:
         return FORMULAS[self.kind.code](self.kind.activation, gate, up)
 
 
-_layer = lru_cache(maxsize=32)(Layer)
+_layer = lru_cache(maxsize=3)(Layer)  # of each type: libraries and walls follow one another
 
 
 class Group:

@@ -115,7 +115,7 @@ class PlacedMatrix:
         return self.error * lengths
 
 
-_encoded = lru_cache(maxsize=16)(EncodedMatrix)
+_encoded = lru_cache(maxsize=2)(EncodedMatrix)
 
 
 def symbol_of(name: str, dtype: torch.dtype | None) -> str:
