@@ -148,6 +148,13 @@ def test_statistics_of_other_servers_are_shown_as_they_are() -> None:
     assert summary({"a": 1}) == '{\n  "a": 1\n}'
 
 
+def test_reads_between_requests_are_a_part_of_the_statistics() -> None:
+    stats = Echo().stats()
+    assert "idle" not in summary(stats)
+    stats["prefetch"] = stats["prefetch"] | {"idle": 1200, "idle_used": 30}
+    assert "wasted; 1,200 read while idle, 30 of them used\n" in summary(stats)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     found = launch(reasoning_engine("<think>Hm.</think>Hello there!<|im_end|>"), key="k")
@@ -201,6 +208,10 @@ def test_a_server_that_is_not_there() -> None:
         (("--url", "localhost:8000"), "must begin with http"),
         (
             ("--url", "http://localhost:8000", "--cache", "10%"),
+            "with --url the server loads the model",
+        ),
+        (
+            ("--url", "http://localhost:8000", "--no-idle-prefetch"),
             "with --url the server loads the model",
         ),
         (("demo", "--api-key-file", "x"), "--api-key-file is for a server"),

@@ -182,7 +182,8 @@ class Rig:
                 assert each.state is BorrowState.COMPLETE
                 assert self.holds(int(s.placement.tier_slots[each.slot]), piece)
             c = s.counts
-            over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed
+            over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed + c.idle
+            assert c.idle_used <= c.idle
             assert over + len(borrowed) == c.prefetches
             assert all(link.moving == 0 for link in self.driver.meter.links)
 

@@ -39,6 +39,7 @@ def add_to(parser: Parser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system prompt of the conversation")
     add_options(parser, SamplingConfig, "sampling")
     add_verbose(parser)
+    add_options(parser, ServeConfig, names=["no_idle_prefetch"])
     add_options(parser, LoadConfig)
     parser.show("system", "url")
 
@@ -47,7 +48,7 @@ def main(args: argparse.Namespace) -> None:
     load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
     if args.url is None and args.model is None:
         raise UsageError("no model: give a MODEL to load, or the address of a server with --url")
-    if args.url is not None and load != LoadConfig():
+    if args.url is not None and (load != LoadConfig() or args.no_idle_prefetch):
         raise UsageError(
             "with --url the server loads the model, so leave out the options of memory, expert"
             " cache,"
@@ -81,7 +82,7 @@ def _local(
         from greenroom.server.engine.start import start
 
         quiet(progress)
-        once = ServeConfig(max_batch=1, max_queue=1)
+        once = ServeConfig(max_batch=1, max_queue=1, no_idle_prefetch=args.no_idle_prefetch)
         engine = start(args.model, load, once, verbose=args.verbose)
         try:
             wait_until_loaded(

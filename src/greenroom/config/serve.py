@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from greenroom.amounts import Amount, bytes_check, parse_share
 from greenroom.errors import UsageError
-from greenroom.option import above, at_least, check_options, option, within
+from greenroom.option import PREFETCHING, above, at_least, check_options, option, within
 
 GREEDY_BELOW = 1e-5  # lower temperatures choose the likeliest token
 LEAST_TEMPERATURE = 1e-2  # of those above: quotients of logits stay far from the largest float
@@ -123,6 +123,9 @@ class ServeConfig:
         "SHARE", check=lambda value, name: parse_share(value, name, "50%"),
     )  # fmt: skip
     no_prefix_reuse: bool = option(False, "compute every prompt from its first token on")
+    no_idle_prefetch: bool = option(
+        False, "do not read experts into free slots while no request is computed", group=PREFETCHING
+    )
     max_body: str | int = option(
         "4MiB", "largest body of an HTTP request", "SIZE", check=bytes_check("an amount, as 4MiB")
     )

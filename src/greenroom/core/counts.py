@@ -11,7 +11,7 @@ class Counts:
 
     A request is one expert of a step (one pass at one layer). It is a hit if the expert was
     completely in a slot when the step began: resident in the cache, or prefetched to a borrowed
-    slot. A prefetch ends in one of six ways, unless it is under way or waits for its layer:
+    slot. A prefetch ends in one of seven ways, unless it is under way or waits for its layer:
 
     useful:    its expert was a hit
     late:      its expert was a miss: the transfer was not complete when the step began
@@ -19,6 +19,8 @@ class Counts:
     dropped:   given up before it was complete
     displaced: complete, but its slot was needed before its layer came
     failed:    the transfer failed
+    idle:      read while no request was computed, and resident since
+    idle_used: of these, experts that were requested before they were evicted
 
     A split expert is a hit if its top segment was in its slot. Prefetches of top and bottom
     segments are counted one by one.
@@ -58,6 +60,8 @@ class Counts:
     joined: int = 0
     on_host: int = 0
     promoted: int = 0
+    idle: int = 0
+    idle_used: int = 0
 
     @property
     def misses(self) -> int:

@@ -125,7 +125,17 @@ class Pinned:
     pieces: Ints
 
 
-Event = Pinned | Routed | Predicted | Landed | Failed | Computed | Cancelled | Resized
+@dataclass(slots=True)
+class Idle:
+    """Event: no request is computed now; the next `Routed` ends this state.
+
+    `experts` may be read into free slots meanwhile, those most likely to be used first; dense ids.
+    """
+
+    experts: Ints
+
+
+Event = Pinned | Routed | Predicted | Landed | Failed | Computed | Cancelled | Resized | Idle
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from greenroom.core.events import (
     ComputeGroup,
     Failed,
     Finish,
+    Idle,
     Landed,
     Move,
     Resized,
@@ -140,6 +142,13 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
         if chance == 9:
             driver.send(Resized(groups + seed % 12, number % 4))
             clean = False
+        if chance in (7, 8):
+            before = s.residents().tolist()
+            driver.send(Idle(np.random.default_rng(seed + number).permutation(OFFSETS[-1])))
+            for _ in range(min(len(driver.moving), seed % 9)):
+                driver.land()
+            assert s.placement.resizing or {*before} <= {*s.residents().tolist()}
+            clean = False
         for piece in s.residents().tolist():  # what counts as resident is there, whole
             assert driver.memory[s.placement.slot(piece)] == piece
         assert not s.placement.cache.state.pinned.any()
@@ -161,5 +170,5 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
         borrowed + int(s.placement.cache.state.free_count.sum()) + s.residents().size == s.capacity
     )
     c = s.counts
-    over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed
+    over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed + c.idle
     assert over + borrowed == c.prefetches

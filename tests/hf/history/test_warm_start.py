@@ -78,6 +78,15 @@ def test_a_run_starts_with_the_experts_that_the_last_run_ended_with(folder, capl
     assert warnings(caplog) == []
 
 
+def test_reads_between_requests_begin_with_the_experts_that_the_last_run_ended_with(folder):
+    ended = set(answer(folder, policy="lru")[2].driver.scheduler.residents().tolist())
+    model, _ = greenroom.load(folder, cache="40%", kernels="eager", prefetch="off")
+    order = model.greenroom._warm_start.expected_use().tolist()
+    model.greenroom.detach()
+    assert set(order[:6]) == ended
+    assert sorted(order) == list(range(EXPERTS))
+
+
 @pytest.mark.parametrize(
     ("policy", "scope"),
     [("lru", "shared"), ("lru", "per-layer"), ("arc", "shared"), ("hybrimoe", "shared")],

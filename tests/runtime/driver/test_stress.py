@@ -3,13 +3,16 @@ computed from its own bytes, counts add up, and nothing hangs or is left behind.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
+from greenroom.core.events import Idle
 from greenroom.errors import ClosedError, StoreError
 from greenroom.policies import POLICIES
 from tests.runtime.rig import Ahead, Rig, descriptors, in_time, threads
@@ -40,6 +43,7 @@ class Play:
     resizing: bool = False
     jitter: float = 0.001
     passes: int = 40
+    idle: float = 0.0  # chance that no request is computed after a pass
 
 
 class Script:
@@ -119,6 +123,14 @@ class Stage:
                 return
             finally:
                 self.rig.driver.end_pass()
+            if self.rng.random() < self.play.idle:
+                self._idle()
+
+    def _idle(self) -> None:
+        every = self.rng.sample(range(LAYERS * EXPERTS), LAYERS * EXPERTS)
+        with contextlib.suppress(ClosedError):
+            self.rig.driver.send(Idle(np.array(every)))
+        time.sleep(2 * self.play.jitter * self.rng.random())
 
     def _step(self, layer: int, experts: list[int]) -> None:
         leaves = self.rng.random() < self.play.leaving
@@ -199,6 +211,16 @@ def test_faults_while_a_worker_predicts(disk, predictor, lanes):
     perform(disk(LAYERS, EXPERTS), play)
 
 
+@pytest.mark.parametrize("lanes", LANES, ids=str)
+@pytest.mark.parametrize("resizing", [False, True])
+@pytest.mark.parametrize("ahead", [0, 4])
+def test_reads_between_requests(disk, ahead, resizing, lanes):
+    play = Play(4, lanes=lanes, ahead=ahead, idle=0.5, capacity=20, failing=0.02, leaving=0.05,
+                resizing=resizing)  # fmt: skip
+    counts = perform(disk(LAYERS, EXPERTS), play).rig.scheduler.counts
+    assert (counts.idle > 0 and counts.idle_used > 0) or resizing
+
+
 def any_play(seed: int) -> Play:
     rng = random.Random(seed)
     scope = rng.choice(["shared", "per-layer"])
@@ -218,6 +240,7 @@ def any_play(seed: int) -> Play:
         jitter=rng.choice([0.0, 0.0003, 0.002]),
         passes=rng.choice([10, 40, 80]),
         worker=rng.random() < 0.5,
+        idle=rng.choice([0.0, 0.2, 1.0]),
     )
 
 

@@ -76,7 +76,8 @@ def status(stats: Stats) -> str:
 def prefetched(stats: Stats) -> list[str]:
     """Return a list with one text that counts prefetches; empty if there were none."""
     counts = stats.prefetch
-    if not counts["began"]:
+    began = counts["began"] - counts["idle"]
+    if not began:
         return []
     late = f", {counts['late']:,} late" if counts["late"] else ""
-    return [f"{counts['useful']:,} of {counts['began']:,} prefetches used{late}"]
+    return [f"{counts['useful']:,} of {began:,} prefetches used{late}"]

@@ -49,6 +49,9 @@ def _of_model(stats: dict[str, Any]) -> list[str]:
     budget = memory["budget_bytes"]
     limit = f" of {show_bytes(budget)} budget" if budget else ""
     prefetches = stats["prefetch"]
+    idle = ""
+    if prefetches.get("idle"):
+        idle = f"; {prefetches['idle']:,} read while idle, {prefetches['idle_used']:,} of them used"
     links = ", ".join(f"{link['link']} {show_bytes(link['bytes'])}" for link in stats["links"])
     approximated, co_computed = stats.get("approximated"), stats.get("co_compute")
     misses = [f"inexact   {inexact_line(approximated)}"] if approximated else []
@@ -59,7 +62,7 @@ def _of_model(stats: dict[str, Any]) -> list[str]:
         f" policy {experts['policy']}",
         *misses,
         f"prefetch  {prefetches['predictor']}: {prefetches['useful']:,} useful,"
-        f" {prefetches['late']:,} late, {prefetches['wasted']:,} wasted",
+        f" {prefetches['late']:,} late, {prefetches['wasted']:,} wasted{idle}",
         f"links     {links or 'none'}; stalled {stats['stall_s']:.2f} s",
         f"memory    {show_bytes(memory['process_bytes'])}{limit}; KV cache"
         f" {show_bytes(kv['reserved_bytes'])} of {show_bytes(kv['limit_bytes'])}",

@@ -34,6 +34,7 @@ class BorrowedSlot:
     layer:     the layer that the prefetch is for; -1 once a step uses the slot
     chance:    the estimated probability that the layer's next step uses the piece
     promotion: the piece becomes resident when its transfer is complete
+    idle:      the transfer began while no request was computed
     """
 
     piece: int
@@ -42,6 +43,7 @@ class BorrowedSlot:
     layer: int = -1
     chance: float = 0.0
     promotion: bool = False
+    idle: bool = False
 
 
 class PrefetchBuffer:
@@ -65,11 +67,17 @@ class PrefetchBuffer:
         return len(self.borrowed) >= self.size
 
     def begin_prefetch(
-        self, piece: int, slot: int, layer: int, chance: float, promotion: bool = False
+        self,
+        piece: int,
+        slot: int,
+        layer: int,
+        chance: float,
+        promotion: bool = False,
+        idle: bool = False,
     ) -> None:
         """Record that the prefetch of an expert (or segment) into a borrowed slot begins."""
         entry = self.borrowed[piece] = BorrowedSlot(
-            piece, slot, BorrowState.MOVING, layer, chance, promotion
+            piece, slot, BorrowState.MOVING, layer, chance, promotion, idle
         )
         self._coming.setdefault(layer, {})[piece] = entry
 

@@ -10,6 +10,7 @@ from greenroom.core.counts import Counts
 from greenroom.core.events import Predicted, Routed
 from greenroom.core.pieces import Ints
 from greenroom.core.plan import Option, View
+from greenroom.core.prefetch.idle import IdlePrefetch
 from greenroom.core.prefetch.lookahead import LayerForecast, Lookahead, PrefetchCandidate
 from greenroom.core.transfers.queue import Urgency
 from greenroom.core.transfers.transfers import Transfers
@@ -27,6 +28,7 @@ class Prefetcher:
         self.lookahead = lookahead
         self._placement, self._transfers, self._counts = placement, transfers, counts
         self._split = placement.pieces.split is not None
+        self.idle = IdlePrefetch(placement, transfers, counts)
         self.drops_unused = True  # prefetches under way that their layer does not use
 
     # ---- predictions and their outcome
@@ -43,11 +45,12 @@ class Prefetcher:
     def routed(self, event: Routed, now: float) -> None:
         """Compare a layer's prediction with its routing; end prefetches of experts not chosen."""
         placement = self._placement
-        expected = self.lookahead.routed(
-            event.layer, event.experts, event.prefill, now, placement.cache.state.slot_of
-        )
-        if expected is not None:
-            self._count_fetched(event.layer, expected, event.experts.size)
+        if placement.buffer.size:
+            expected = self.lookahead.routed(
+                event.layer, event.experts, event.prefill, now, placement.cache.state.slot_of
+            )
+            if expected is not None:
+                self._count_fetched(event.layer, expected, event.experts.size)
         used = set(event.experts.tolist())
         for borrowed in placement.buffer.unused_prefetches(event.layer, used):
             if borrowed.state is BorrowState.MOVING:
@@ -94,9 +97,13 @@ class Prefetcher:
         A promoted expert becomes resident; another one waits in its borrowed slot.
         """
         placement = self._placement
-        if placement.buffer.borrowed[piece].promotion:
+        borrowed = placement.buffer.borrowed[piece]
+        if borrowed.promotion:
             placement.cache.admit(piece, placement.buffer.release(piece))
-            self._counts.promoted += 1
+            if borrowed.idle:
+                self.idle.landed(piece)
+            else:
+                self._counts.promoted += 1
         else:
             placement.buffer.complete(piece)
 

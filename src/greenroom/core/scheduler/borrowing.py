@@ -38,7 +38,8 @@ class Borrowing:
         """
         placement, experts = self._placement, step.array
         prefetched = placement.borrowed(experts.tolist())
-        if event.prefill or not self._prefetcher.make_room(experts, prefetched):
+        streams = event.prefill and placement.buffer.size > 0
+        if streams or not self._prefetcher.make_room(experts, prefetched):
             step.reuses_slots = step.in_order = step.in_order and placement.leaves_slots(experts)
             if step.reuses_slots:
                 return self._admit(prefetched), -1

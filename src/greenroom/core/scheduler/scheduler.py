@@ -28,6 +28,7 @@ from greenroom.core.events import (
     Event,
     Failed,
     Finish,
+    Idle,
     Landed,
     Pinned,
     Predicted,
@@ -40,13 +41,13 @@ from greenroom.core.policy import Policy
 from greenroom.core.prefetch.lookahead import Lookahead
 from greenroom.core.prefetch.prefetcher import Prefetcher
 from greenroom.core.scheduler.borrowing import Borrowing
+from greenroom.core.scheduler.checks import check_settings
 from greenroom.core.scheduler.leases import lease
 from greenroom.core.scheduler.step import Step
 from greenroom.core.scheduler.view import StateView
 from greenroom.core.transfers.queue import Entry, Urgency
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.core.transfers.transfers import Transfers
-from greenroom.errors import UsageError
 
 AnyOption = TypeVar("AnyOption", bound=Option)
 
@@ -56,6 +57,9 @@ class Scheduler:
 
     One device has one memory of expert slots, filled over a link or a chain of links (disk, host
     memory, GPU). Of several devices each has its own slots, last link and expert groups."""
+
+    step: Step | None = None  # under way
+    all_resident_path: AllResident | None = None
 
     def __init__(
         self,
@@ -84,21 +88,20 @@ class Scheduler:
         options:  in the order in which they change a step's plan
         lookahead: the choice of prefetches; None: by expected time saved
         after:    an emptied scheduler, whose counts and prediction statistics are continued"""
-        _check(pieces, pin, ahead, options)
-        self.pieces, self.pin, self.options = pieces, pin, tuple(options)
+        check_settings(pieces, pin, ahead, options)
+        self.pieces, self._layers = pieces, pieces.layers
+        self.pin, self.options = pin, tuple(options)
         self.counts: Counts = Counts() if after is None else after.counts
-        self._layers = pieces.layers
         self.placement = Placement(pieces, capacity, policy, scope, ahead, seed)
         self.lookahead: Lookahead = after.lookahead if after else lookahead or Lookahead(pieces)
-        on_link = self.lookahead.pace.link
         self.transfers = Transfers(
-            self.placement, lanes, staging_slots, host, self.counts, options, on_link
-        )
+            self.placement, lanes, staging_slots, host, self.counts, options,
+            self.lookahead.pace.link,
+        )  # fmt: skip
         self.prefetcher = Prefetcher(self.lookahead, self.placement, self.transfers, self.counts)
+        self.idle, self._now = self.prefetcher.idle, 0.0
         self._borrowing = Borrowing(self.placement, self.transfers, self.prefetcher, self.counts)
-        self.view = StateView(self.placement, self.transfers, self.lookahead, self.counts)
-        self.step: Step | None = None
-        self.all_resident_path: AllResident | None = None
+        self.view = StateView(self.placement, self.transfers, self.prefetcher, self.counts)
         self.groups_have_parts = pieces.split is not None or any(o.approximates for o in options)
         self._detailed = self.groups_have_parts or pieces.devices > 1  # several groups, no misses
         self._planners = [o.plan for o in options if overrides(o, "plan")]
@@ -106,7 +109,6 @@ class Scheduler:
         self._step_class = next((o.step_class for o in options if o.step_class), Step)
         self.prefetcher.drops_unused = not self._step_class.keeps_prefetches
         self._proposers = [o for o in options if overrides(o, "candidates")]
-        self._now = 0.0
         self._handlers = {
             Routed: self._routed,
             Predicted: self._predicted,
@@ -116,6 +118,7 @@ class Scheduler:
             Cancelled: self._cancelled,
             Resized: self._resized,
             Pinned: self._pinned,
+            Idle: self._idle,
         }
 
     @property
@@ -155,6 +158,8 @@ class Scheduler:
         if self.all_resident_path is not None:
             self._leave_all_resident()
         placement, transfers, counts = self.placement, self.transfers, self.counts
+        if self.idle.observes:
+            self.idle.routed(event.experts)
         if transfers.host is not None:
             transfers.host.routed(event)
         borrows = placement.buffer.size > 0 or bool(placement.buffer.borrowed)
@@ -315,6 +320,8 @@ class Scheduler:
             transfers.start(actions, self._now)
         waits = step is not None and (step.waiting or step.awaiting_secondary)
         placement = self.placement
+        while self.idle.candidates and self.idle.begin_next():
+            transfers.start(actions, self._now)
         if not placement.buffer.size or waits or placement.resizing:
             return
         if self.lookahead.candidates or self._proposers:
@@ -353,7 +360,8 @@ class Scheduler:
             self._pump(actions)
         actions.append(Finish(step.failed))
         if self.placement.holds_all:
-            self.all_resident_path = AllResident.of(self.placement, self.counts)
+            path = AllResident.of(self.placement, self.counts)
+            self.all_resident_path = self.idle.all_resident = path
 
     # ---- between steps
 
@@ -364,6 +372,10 @@ class Scheduler:
 
     def _pinned(self, event: Pinned, actions: list[Action]) -> None:
         self.placement.cache.pin(event.pieces)
+
+    def _idle(self, event: Idle, actions: list[Action]) -> None:
+        self.idle.begin(event.experts)
+        self._pump(actions)
 
     def _resized(self, event: Resized, actions: list[Action]) -> None:
         """Request a resize, which waits for the current step and for prefetches under way."""
@@ -383,17 +395,6 @@ class Scheduler:
     def _leave_all_resident(self) -> None:
         """Report the uses of the all-resident path to the policy."""
         if self.all_resident_path is not None:
+            self.idle.leave_all_resident()
             self.all_resident_path.report()
             self.all_resident_path = None
-
-
-def _check(pieces: Pieces, pin: str, ahead: int, options: Sequence[Option]) -> None:
-    """Check a scheduler's settings; UsageError if settings exclude each other."""
-    if ahead and pin != "step":
-        raise UsageError(f"prefetching (--prefetch) needs --pin step, got --pin {pin}")
-    if any(o.uses_host for o in options):
-        for name, parts in (("--split", pieces.split), ("--miss-precision", pieces.copies)):
-            if parts is not None:
-                raise UsageError(
-                    f"--co-compute auto and {name} exclude each other: use one of them"
-                )

@@ -16,7 +16,7 @@ from greenroom.core.counts import Counts
 from greenroom.core.pieces import Ints
 from greenroom.core.plan import Flags, TransferStatus
 from greenroom.core.policy import Arrays
-from greenroom.core.prefetch.lookahead import Lookahead
+from greenroom.core.prefetch.prefetcher import Prefetcher
 from greenroom.core.transfers.transfers import Transfers
 
 
@@ -34,11 +34,13 @@ class StateView:
     """
 
     def __init__(
-        self, placement: Placement, transfers: Transfers, lookahead: Lookahead, counts: Counts
+        self, placement: Placement, transfers: Transfers, prefetcher: Prefetcher, counts: Counts
     ) -> None:
+        lookahead = prefetcher.lookahead
         self.pieces, self.accuracy = placement.pieces, lookahead.accuracy
         self.forecast = lookahead.forecast
         self._placement, self._transfers, self._counts = placement, transfers, counts
+        self._idle = prefetcher.idle
         queue = transfers.queue
         self.lanes, self.staging_slots = queue.lanes, queue.staging_slots
         self.sources = {path[0] for path in queue.paths}
@@ -47,7 +49,8 @@ class StateView:
 
     def counted(self) -> Counts:
         """Return a copy of the scheduler's counters of hits, misses and prefetches."""
-        return replace(self._counts)
+        used = self._counts.idle_used + self._idle.used_by_path()
+        return replace(self._counts, idle_used=used)
 
     @property
     def misses(self) -> int:
@@ -80,6 +83,11 @@ class StateView:
     def borrow_limit(self) -> int:
         """The largest number of cache slots that prefetches may borrow at a time."""
         return self._placement.buffer.size
+
+    @property
+    def free_slots(self) -> int:
+        """The number of cache slots without an expert."""
+        return int(self._placement.cache.state.free_count.sum())
 
     def group_sizes(self) -> list[int]:
         """Return the number of cache slots of each slot group.

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from greenroom.core.build import build_scheduler
 from greenroom.core.cache.buffer import default_borrow_limit
 from greenroom.core.counts import Counts
-from greenroom.core.events import Resized
+from greenroom.core.events import Idle, Resized
 from greenroom.core.pieces import Pieces
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
@@ -234,19 +234,20 @@ class Greenroom:
             self._split_counts.reconfigure(self.driver, self._head_timer.seconds)
 
     def warm_up(self) -> None:
-        """Fill the cache with the experts that earlier runs used most, before any prompt.
-
-        The statistics restart at 0 after these reads.
-        """
+        """Fill the cache with the experts that earlier runs used most; restart the statistics."""
         scheduler = self.driver.scheduler
-        scheduler.on(
-            Resized(self.capacity, ahead=0)
-        )  # these reads say nothing about the pace of steps
+        # These reads say nothing about the pace of steps.
+        scheduler.on(Resized(self.capacity, ahead=0))
         self.warm_experts = self._warm_start.warm_up()
         if self.setup.pins is not None and (pinned := self.setup.pins.first).size:
             self.warm_experts += warm_up(self.driver, pinned, LIMIT_S)
         scheduler.on(Resized(self.capacity, ahead=self._ahead))
         self.reset_stats()
+
+    def prefetch_idle(self) -> None:
+        """Read the experts of highest expected use into free slots, until the next forward pass."""
+        if self.driver.scheduler.view.free_slots:
+            self.driver.send(Idle(self._warm_start.expected_use()))
 
     def stats(self) -> Stats:
         """Return the expert cache's statistics since loading, or since the last `reset_stats`."""

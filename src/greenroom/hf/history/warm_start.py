@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from greenroom.core.predictor import Predictor
 from greenroom.errors import OutputError, StoreError
@@ -108,12 +109,8 @@ class WarmStart:
         passes = driver.meter.passes - self._passes
         if not self._fingerprint or passes < LEAST or not files.is_enabled():
             return
-        popularity = driver.request_counts.astype(np.float64)
-        states: dict[str, Arrays] = {}
-        if (before := self._before) is not None:
-            states |= before.states
-            if before.popularity.shape == popularity.shape:
-                popularity += before.popularity * 0.5 ** (passes / HALF_LIFE)
+        popularity = self._popularity(passes)
+        states: dict[str, Arrays] = {} if self._before is None else {**self._before.states}
         if self._predictor is not None:
             states[self._name] = self._predictor.state()
         if learned := driver.scheduler.view.export_learned():
@@ -125,6 +122,29 @@ class WarmStart:
             files.save_routing(self._fingerprint, RoutingHistory(hot, popularity, states))
         except OutputError as error:
             log.warning("could not save the expert usage of this run for later runs: %s", error)
+
+    def _popularity(self, passes: int) -> NDArray[np.float64]:
+        """Return how often each expert was requested, after `passes` passes of this run."""
+        popularity, before = self._driver.request_counts.astype(np.float64), self._before
+        if before is not None and before.popularity.shape == popularity.shape:
+            popularity += before.popularity * 0.5 ** (passes / HALF_LIFE)
+        return popularity
+
+    def expected_use(self) -> Ids:
+        """List all experts, most likely to be used first.
+
+        Before the first pass of a run, the experts that the last run ended with come first. Then
+        follow experts by the number of requests, in this run and in earlier ones. Experts without
+        a request come last, layer by layer: a prompt uses nearly all experts of one layer after
+        the other.
+        """
+        pieces, passes = self._driver.pieces, self._driver.meter.passes - self._passes
+        hot = np.empty(0, np.int64)
+        if self._before is not None and not passes:
+            hot = self._before.hot
+        history = RoutingHistory(hot, self._popularity(passes))
+        used = history.hot_set(pieces.offsets, pieces.experts)
+        return np.concatenate([used, np.setdiff1d(np.arange(pieces.experts), used)])
 
 
 def warm_up(driver: Driver, hot: Ids, limit_s: float) -> int:

@@ -95,6 +95,7 @@ class Driver:
         with self._changed:
             self._request, self._prefill = at.request, at.prefill
             self._pass_start = time.perf_counter(), self.meter.stall_s, at.tokens
+            self.scheduler.idle.end()
         self.predictions.begin(at, self._pass + 1)
 
     @property
@@ -199,8 +200,7 @@ class Driver:
         self, layer: int, compute: ComputeExperts, prepare_host_job: PrepareHostJob | None
     ) -> Finish:
         """Compute the step's expert groups as they arrive; return the action that ends it."""
-        first = self.pieces.offsets[layer]
-        has_parts = self.scheduler.groups_have_parts
+        first, has_parts = self.pieces.offsets[layer], self.scheduler.groups_have_parts
         while isinstance(action := self._next_action(), ComputeGroup):
             if action.device == HOST:
                 self._start_host_job(action, prepare_host_job)

@@ -167,8 +167,9 @@ def prefetch_stats(
 ) -> dict[str, Any]:
     """Return counts of prefetched experts, and the accuracy of their predictions.
 
-    began: prefetches begun; each ended as `useful`, `late`, `wasted`, `dropped`, `displaced` or
-        `failed` (see `core.counts.Counts`), or has not ended yet
+    began: prefetches begun; each ended as `useful`, `late`, `wasted`, `dropped`, `displaced`,
+        `failed` or `idle` (see `core.counts.Counts`), or has not ended yet
+    idle, idle_used: experts read while no request was computed, and those requested since
     predict_in: the thread that runs the predictor: worker (its own), or inline (that computes);
         None without a predictor
     overtaken: predictions dropped because the router of their layer had chosen by then
@@ -198,6 +199,8 @@ def prefetch_stats(
         "dropped": counts.dropped,
         "displaced": counts.displaced,
         "failed": counts.failed,
+        "idle": counts.idle,
+        "idle_used": counts.idle_used,
         "accuracy": accuracy.share(),
         "fetch_rate": accuracy.fetch_rate(),
         "goodpred": accuracy.good(),

@@ -36,6 +36,7 @@ from greenroom.server.engine.requests import Busy, Listener, Request
 from greenroom.server.engine.sequence import Sequence
 from greenroom.server.engine.snapshot import Totals, model_stats, snapshot
 from greenroom.server.engine.tokens.grammar import Grammars
+from greenroom.server.engine.tokens.reader import end_ids
 from greenroom.server.engine.tokens.sampling import Sampler
 from greenroom.server.engine.tokens.scores import PromptScores
 
@@ -180,7 +181,10 @@ class ContinuousEngine:
     def resize(self, cache: str | int) -> int:
         """Resize the expert cache, also while answers run; return its number of slots."""
         self._check_open()
-        return int(self.greenroom.resize(cache))
+        slots = int(self.greenroom.resize(cache))
+        with self._changed:
+            self._changed.notify_all()  # further slots may be free
+        return slots
 
     def stop(self, grace_s: float) -> None:
         """Refuse new requests, give accepted ones `grace_s` seconds, and wait for the engine's end.
@@ -285,6 +289,8 @@ class ContinuousEngine:
         ):
             if self._stop_by is not None and not waiting and not running:
                 return False
+            if not (waiting or running or self.config.no_idle_prefetch):
+                self.greenroom.prefetch_idle()
             self._changed.wait(self._until_next())
         return True
 
@@ -388,13 +394,3 @@ class ContinuousEngine:
                 self.final = model_stats(self)
         finally:
             self.greenroom.close()
-
-
-def end_ids(model: Any) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a model's answers."""
-    ids = model.generation_config.eos_token_id
-    if ids is None:
-        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from greenroom.config import Amount, LoadConfig, ServeConfig
+from greenroom.predictors import OFF
 from greenroom.server.engine.journal import Journal
 from greenroom.server.engine.loop import ContinuousEngine, LoadedModel, Progress
 
@@ -35,7 +38,7 @@ def start(
 
     The engine accepts requests once its state is "ready". `source` is a Hugging Face folder, a GGUF
     file, a hub id, or `demo`. `journal` records every forward pass, so that the pass can be
-    computed again.
+    computed again. `--prefetch off` also ends reads between requests.
     """
 
     def load_model(progress: Progress) -> LoadedModel:
@@ -47,4 +50,6 @@ def start(
         )
         return LoadedModel(model, tokenizer, startup_line(source, model, load, verbose))
 
+    if load.prefetch == OFF:
+        serve = replace(serve, no_idle_prefetch=True)
     return ContinuousEngine(load_model, serve, load.context, journal)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from greenroom.server.engine.requests import Finished, Token
 
@@ -162,3 +162,13 @@ def partial_match(text: str, stop: str) -> int:
     """Return the length of the longest text suffix that is a proper prefix of `stop`."""
     most = min(len(text), len(stop) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def end_ids(model: Any) -> tuple[int, ...]:
+    """Return the ids of the tokens that end a model's answers."""
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
