@@ -61,7 +61,8 @@ def check_find_slots(kernel: WalledKernel, top_k: int) -> Iterator[Tensor]:
             slot_of[first + ids[-1]] = -1
         memory = torch.randperm(first + experts, generator=draw) * 3
         used, requests = (kernel.allocate(first + experts, dtype=INT64) for _ in range(2))
-        used.fill_(7), requests.fill_(2)
+        used.fill_(7)
+        requests.fill_(2)
         results = [kernel.allocate(top_k, dtype=INT64) for _ in range(3)]
         tables = kernel.structure(
             "SlotTables", first=first, slot_of=kernel.place(slot_of), last_used=used.data_ptr(),
