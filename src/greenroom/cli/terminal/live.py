@@ -76,8 +76,7 @@ def status(stats: Stats) -> str:
 def prefetched(stats: Stats) -> list[str]:
     """Return a list with one text that counts prefetches; empty if there were none."""
     counts = stats.prefetch
-    began = counts["began"] - counts["idle"]
-    if not began:
+    if not counts["began"]:
         return []
     late = f", {counts['late']:,} late" if counts["late"] else ""
-    return [f"{counts['useful']:,} of {began:,} prefetches used{late}"]
+    return [f"{counts['useful']:,} of {counts['began']:,} prefetches used{late}"]
