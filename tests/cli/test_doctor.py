@@ -13,10 +13,11 @@ from greenroom.hf.measure import dry_run
 from greenroom.hf.measure.harness import Measurement
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.kernels.native.library import library
-from greenroom.runtime.measure import doctor
+from greenroom.runtime.measure import doctor, expert_reads
 from greenroom.runtime.measure import kernels as measure_kernels
 from greenroom.trace import save
 from tests.cli.conftest import Run
+from tests.gguf_models import DATA as GGUF
 from tests.sim import small
 
 
@@ -134,6 +135,27 @@ def test_what_a_model_would_do(cli: Run, fast: Path, folder: Path):
     tpots = [point["tpot_s"] for point in found["curve"]]
     assert min(tpots) > 0
     assert all(p["tpot_low_s"] < p["tpot_s"] < p["tpot_high_s"] for p in found["curve"])
+
+
+@pytest.mark.parametrize(
+    ("gain", "steady", "suggested"), [(0.2, True, True), (0.2, False, False), (0.05, True, False)]
+)
+def test_a_copy_is_suggested_where_it_is_read_faster(
+    gain: float, steady: bool, suggested: bool, cli: Run, monkeypatch: pytest.MonkeyPatch
+):
+    reads = expert_reads.ExpertReads(3, 2e9, 2.4e9, gain, steady, 5 << 30)
+    monkeypatch.setattr(expert_reads, "measure_expert_reads", lambda *given: reads)
+    file = GGUF / "Q8_0.gguf"
+    ran = cli("doctor", file)
+    assert ran.code == 0, ran.err
+    line = (
+        "each expert lies in 3 ranges, read at 2.00 GB/s; one range each is read 20% faster:"
+        f" greenroom run {file} --repack DIR makes such a copy in DIR, which needs 5 GiB of disk"
+        " space"
+    )
+    assert (line in ran.out) == suggested
+    assert ("--repack" in ran.out) == suggested
+    assert cli("doctor", file, "--json").json["expert_reads"] == reads._asdict()
 
 
 def test_a_model_that_is_nowhere(cli: Run, fast: Path):

@@ -111,6 +111,10 @@ class LoadConfig(SchedulerConfig):
         None, "read at most this many bytes a second, to imitate a slower disk: 50MB", "SIZE",
         group=MACHINE, check=bytes_check("bytes a second, as 50MB"),
     )  # fmt: skip
+    repack: str | None = option(
+        None, "read experts from a copy of the model in this folder, in which each expert is one"
+        " range of a file; the copy is made if it is missing", "DIR", group=MACHINE,
+    )  # fmt: skip
     dtype: str = option(
         "auto", "data type to compute in; auto: the checkpoint's", None,
         ("auto", "bfloat16", "float16", "float32"), group=MACHINE,

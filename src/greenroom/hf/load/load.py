@@ -12,6 +12,7 @@ attach    load the non-expert weights, start the expert cache, install hooks
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -39,8 +40,8 @@ def load(
     expert_order: str = "resident", prefetch: str = "auto", predictor: str | None = None,
     no_guard: bool = False, prefetch_rule: str = "value", predict_in: str = "auto", tau: int = 5000,
     context: int = 4096, kv: str = "dynamic", disk_tables: str | int = "64MiB", readers: int = 2,
-    direct: str = "auto", read_limit: str | int | None = None, dtype: str = "auto",
-    config: str | None = None, threads: int | None = None,
+    direct: str = "auto", read_limit: str | int | None = None, repack: str | None = None,
+    dtype: str = "auto", config: str | None = None, threads: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
@@ -63,6 +64,7 @@ def load(
     readers: number of threads that read experts from disk
     direct: bypass the page cache when experts are read: auto, on, off
     read_limit: most bytes that are read in a second, to imitate a slower disk: "50MB"
+    repack: folder for a copy of the model in which each expert is one range; made if missing
 
     policy: eviction policy of the expert cache: auto, lru, llru, moe-infinity, ...
     scope: division of slots among layers: shared (none), per-layer (equal), "N,N,...", a file
@@ -75,8 +77,7 @@ def load(
     no_guard: prefetch even while it makes tokens slower
     predict_in: thread that runs the predictor: auto, worker (its own), inline (that computes)
     demand_order: order in which a layer's missing experts are read: id, hottest (most tokens)
-    expert_order: order in which a layer's experts are computed: resident (those in memory first),
-        cached (a prompt's missing ones replace others), id, access (each is read at its turn)
+    expert_order: order of computing experts: resident (in memory first), cached, id, access
     co_compute: compute experts missing on a GPU on the CPU: off, auto (last bits may differ)
 
     Options for approximate experts, which change the output:
@@ -109,6 +110,11 @@ def load_with(
         log.warning("%s", warning)
     with gc_paused():
         progress(0.0, "reading the checkpoint's index")
+        if config.repack is not None:
+            from greenroom.hf.pack.repack import repacked
+
+            source = repacked(source, config.repack, config.config, progress)
+            config = replace(config, config=None)
         files, skeleton, on_a_gpu = resolve(source, config)
         description = Description.of(skeleton, config, on_a_gpu)
         setup = requested_setup(files, description, config, remember)

@@ -18,8 +18,8 @@ from greenroom.runtime.kernels.dense.table import disk_bytes
 
 # Options that the line repeats as given; those of the scheduler are repeated too.
 AS_GIVEN = (
-    "kv", "disk_tables", "device", "host_memory", "readers", "direct", "read_limit", "dtype",
-    "threads", "pin", "config",
+    "kv", "disk_tables", "device", "host_memory", "readers", "direct", "read_limit", "repack",
+    "dtype", "threads", "pin", "config",
 )  # fmt: skip
 LONGEST = 160  # characters of the short line
 SEPARATOR = " · "

@@ -260,7 +260,7 @@ class _Job:
         if need > free:
             raise OutputError(
                 f"{work.parent}: the pack needs {show_bytes(need)} of disk space, but only"
-                f" {show_bytes(free)} are free: name a folder on a larger disk with -o"
+                f" {show_bytes(free)} are free: name a folder on a larger disk"
             )
 
     def _fill(self, folder: Path, done: PackProgress, source: PackSource) -> int:
