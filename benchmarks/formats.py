@@ -4,11 +4,11 @@
     ... --kernels native rounded
 
 A type's file is DIR/MODEL-TYPE.gguf, what llama.cpp's llama-quantize makes of DIR/MODEL.gguf
-(checkpoints.py --gguf), which is BF16. Greenroom serves the same file in place. Two tables:
-everything resident, and with --share of the file's size in memory (a cgroup each, page cache
-counted; llama.cpp then without its repacking, which needs all of the file in memory). Runs are
-processes of their own, cold, interleaved, and ratios are over pairs of the same repetition; see
-decode.py and resident.py for what a run does.
+(checkpoints.py --gguf), which is BF16. Greenroom serves the same file in place. Tables of tokens/s:
+decode and prompts with everything resident, and decode with --share of the file's size in memory (a
+cgroup each, page cache counted; llama.cpp then without its repacking, which needs all of the file
+in memory). Runs are processes of their own, cold, interleaved, and ratios are over pairs of the
+same repetition; see decode.py and resident.py for what a run does.
 
 Floor, everything resident: the stored bytes of a token's experts and of the dense parts over the
 RAM's bandwidth. With less memory there is none here: what is read depends on the policy.
@@ -38,6 +38,7 @@ from common import (
 )
 from floor import ram_bandwidth
 from resident import decode_rate as resident_rate
+from resident import prefill_rate
 
 Runs = dict[str, list[Result]]  # by engine, one a repetition
 COLUMNS = ("GB", "kernels", "Greenroom", "llama.cpp", "ratio")
@@ -121,14 +122,19 @@ def resident(args: argparse.Namespace, ram: float) -> str:
     def rate(result: Result) -> float:
         return resident_rate(result, args.tokens)
 
-    rows = []
+    def prompt_rate(result: Result) -> float:
+        return prefill_rate(result, args.prompt)
+
+    rows, prompts = [], []
     for kind, path, runs in measure(args, limited=False):
         floor = ram / token_bytes(path)
         for kernels in args.kernels:
+            prompts.append(row(kind, path, runs, kernels, prompt_rate))
             ours = median_of(runs[kernels], rate)
             share = f"{ours / floor:.0%}" if ours else "-"
             rows.append([*row(kind, path, runs, kernels, rate), f"{floor:.1f}", share])
-    return table(("everything resident", *COLUMNS, "floor", "% of floor"), rows)
+    decode = table(("everything resident", *COLUMNS, "floor", "% of floor"), rows)
+    return f"{decode}\n\n{table((f'prompt of {args.prompt} tokens', *COLUMNS), prompts)}"
 
 
 def limited(args: argparse.Namespace) -> str:

@@ -69,20 +69,17 @@ void project_plain(ProjectCall& p) {
 
 template <class T>
 void project_encoded(ProjectCall& p) {
-    float* x = (float*)thread_scratch(p);
-    uint8_t* scratch = (uint8_t*)(x + p.hidden);
-    widen((const T*)p.x, p.hidden, x);
-    const Format* format = nullptr;
-    const float* packed = nullptr;
-    for (int64_t number; (number = claim(p.cursor)) < heads_of(p);) {
+    float* place = (float*)thread_scratch(p);
+    uint8_t* scratch = (uint8_t*)(place + 2 * p.hidden);
+    int64_t planes = 0;
+    for (int64_t i = 0; i < heads_of(p); i++) planes |= p.heads[i].matrix->format->planes;
+    Input input = input_row((const T*)p.x, p.hidden, planes, place);
+    for (Units units(p.cursor, heads_of(p)); units.left(); units.advance()) {
+        const int64_t number = units.number;
         const Head& head = p.heads[number];
-        const Matrix& matrix = *head.matrix;
         float* row = p.projected + number * p.width;
-        if (matrix.format != format) packed = nullptr;
-        format = matrix.format;
-        const uint8_t* next = next_codes(p, current(p.cursor));
-        packed = multiply_row(
-            matrix, p.hidden, head.first, p.width, p.hidden, false, x, row, scratch, packed, next);
+        const uint8_t* next = next_codes(p, units.next());
+        multiply_row(*head.matrix, p.hidden, head.first, p.width, input, row, scratch, next);
         finish_head<T>(p, number, row);
     }
 }
@@ -107,15 +104,18 @@ template <class T>
 void project_rows_encoded(TokensCall& p) {
     ProjectCall& one = call_of<ProjectCall>(p, 0);
     const int64_t K = one.hidden, width = one.width, step = heads_of(one) * width;
-    uint8_t* scratch = thread_scratch(one);
+    float* place = (float*)thread_scratch(one);
+    uint8_t* scratch = (uint8_t*)(place + K);
     for (int64_t number; (number = claim(p.cursor)) < heads_of(one);) {
         const Head& head = one.heads[number];
         const Matrix& matrix = *head.matrix;
+        const int64_t planes = matrix.format->planes;
         const uint8_t* next = next_codes(one, current(p.cursor));
         for (int64_t token = 0; token < p.tokens; token++) {
             float* row = p.out + token * step + number * width;
-            multiply_row(matrix, K, head.first, width, K, false, p.wide + token * K, row, scratch,
-                         nullptr, next);
+            const float* x = p.wide + token * K;
+            if (planes) pack_row(planes, x, K, place);
+            multiply_row(matrix, K, head.first, width, {x, place}, row, scratch, next);
             finish_head<T>(call_of<ProjectCall>(p, token), number, row);
         }
     }
@@ -191,26 +191,25 @@ template <class T>
 void attend_encoded(AttendCall& p) {
     const int64_t K = p.key_heads * p.group * p.width;
     const Matrix& matrix = *p.matrix;
-    float* x = nullptr;
-    const float* packed = nullptr;
-    for (;;) {
-        const int64_t unit = claim(p.cursor), n0 = (unit - p.key_heads) * UNIT;
+    float* place = nullptr;
+    Input input{};
+    Units units(p.cursor, p.key_heads + (p.outputs + UNIT - 1) / UNIT);
+    for (; units.left(); units.advance()) {
+        const int64_t n0 = (units.number - p.key_heads) * UNIT;
         if (n0 < 0) {
-            attend_key_head<T>(p, unit);
+            attend_key_head<T>(p, units.number);
             claim(p.done);
             continue;
         }
-        if (n0 >= p.outputs) return;
         await(p.done, p.key_heads);
-        if (!x) {
-            x = (float*)thread_scratch(p);
-            widen((const T*)p.mixed, K, x);
+        if (!place) {
+            place = (float*)thread_scratch(p);
+            input = input_row((const T*)p.mixed, K, matrix.format->planes, place);
         }
         alignas(64) float sums[UNIT];
-        const int64_t n = least(UNIT, p.outputs - n0), claimed = current(p.cursor) - p.key_heads;
-        const uint8_t* next = row_codes(*matrix.layout, matrix.base, claimed * UNIT);
-        packed = multiply_row(
-            matrix, K, n0, n, K, false, x, sums, (uint8_t*)(x + K), packed, next);
+        const int64_t n = least(UNIT, p.outputs - n0), after = units.next() - p.key_heads;
+        const uint8_t* next = row_codes(*matrix.layout, matrix.base, after * UNIT);
+        multiply_row(matrix, K, n0, n, input, sums, (uint8_t*)(place + 2 * K), next);
         store_sums(sums, bias_from<T>(p, n0), (T*)p.out + n0, n);
     }
 }
@@ -262,7 +261,8 @@ void attend_rows_encoded(TokensCall& p) {
     AttendCall& one = call_of<AttendCall>(p, 0);
     const int64_t K = one.key_heads * one.group * one.width, units = p.tokens * one.key_heads;
     const Matrix& matrix = *one.matrix;
-    uint8_t* scratch = nullptr;
+    const int64_t planes = matrix.format->planes;
+    float* place = nullptr;  // a row of K float32, packed
     for (;;) {
         const int64_t unit = claim(p.cursor), n0 = (unit - units) * UNIT;
         if (n0 < 0) {
@@ -271,12 +271,15 @@ void attend_rows_encoded(TokensCall& p) {
         }
         if (n0 >= one.outputs) return;
         await(p.done, units);
-        if (!scratch) scratch = thread_scratch(one);
+        if (!place) place = (float*)thread_scratch(one);
         const int64_t n = least(UNIT, one.outputs - n0), claimed = current(p.cursor) - units;
         const uint8_t* next = row_codes(*matrix.layout, matrix.base, claimed * UNIT);
-        for (int64_t token = 0; token < p.tokens; token++)
-            multiply_row(matrix, K, n0, n, K, false, p.wide + token * K,
-                         p.out + token * one.outputs + n0, scratch, nullptr, next);
+        for (int64_t token = 0; token < p.tokens; token++) {
+            const float* x = p.wide + token * K;
+            if (planes) pack_row(planes, x, K, place);
+            multiply_row(matrix, K, n0, n, {x, place}, p.out + token * one.outputs + n0,
+                         (uint8_t*)(place + K), next);
+        }
         store_outputs<T>(p, n0, n);
     }
 }

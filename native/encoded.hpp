@@ -1,7 +1,9 @@
 // Products of rows with encoded matrices, by the code of their formats.
 #pragma once
 
+#include "formats/inputs.hpp"
 #include "formats/row.hpp"
+#include "formulas.hpp"
 #include "region.hpp"
 
 namespace greenroom {
@@ -23,35 +25,51 @@ INLINE T* aligned(T* address) {
     return (T*)(((uintptr_t)address + 63) & ~(uintptr_t)63);
 }
 
-// Multiply some rows of an encoded matrix with one float32 row: out[:rows], or add to it.
+// Input rows of products with encoded matrices: float32, and packed as integers for the formats
+// that multiply these. Either may be null if no format needs it.
+struct Input {
+    const float* plain;
+    const float* packed;
+
+    const float* of(const Format& format) const { return format.planes ? packed : plain; }
+};
+
+// Widen a row of inputs to `place`, and pack it behind, if the format has planes: 2 * K float32.
+template <class T>
+INLINE Input input_row(const T* x, int64_t K, int64_t planes, float* place) {
+    widen(x, K, place);
+    if (planes) pack_row(planes, place, K, place + K);
+    return {place, place + K};
+}
+
+// Multiply some rows of an encoded matrix with input rows: out[t][:rows], or add to it.
 //
-// scratch: memory for the packed input row, and scratch_bytes(K) bytes. packed: the row whose
-// integers are there, or null; the new one is returned, for the next call. next: codes that are
+// x: rows as the format needs them. scratch: scratch_bytes(K) bytes. next: codes that are
 // prefetched, since they are read next.
-INLINE const float* multiply_row(
+INLINE void multiply_rows(
     const Matrix& matrix, int64_t K, int64_t first, int64_t rows, int64_t block, bool carry,
-    const float* x, float* out, uint8_t* scratch, const float* packed, const uint8_t* next) {
-    uint8_t* place = aligned(scratch);
-    int64_t room = matrix.layout->packed_bytes;
-    RowsCall call{
-        matrix.base, matrix.layout, K, first, 0, block, carry, x, out, place + room, next};
-    if (room && packed != x) {
-        call.out = (float*)place;
-        matrix.format->pack(&call);
-        call.out = out;
-    }
-    if (room) call.x = (const float*)place;
-    call.rows = rows;
+    int64_t tokens, const float* const* x, float* const* out, uint8_t* scratch,
+    const uint8_t* next) {
+    RowsCall call{matrix.base, matrix.layout, K,   first,           rows, block, carry,
+                  tokens,      x,             out, aligned(scratch), next};
     matrix.format->multiply(&call);
-    return room ? x : nullptr;
+}
+
+// The same for one input row.
+INLINE void multiply_row(
+    const Matrix& matrix, int64_t K, int64_t first, int64_t rows, const Input& input, float* out,
+    uint8_t* scratch, const uint8_t* next) {
+    const float* x = input.of(*matrix.format);
+    multiply_rows(matrix, K, first, rows, K, false, 1, &x, &out, scratch, next);
 }
 
 // Decode rows of an encoded matrix to scratch memory, as float32 [rows, K], and return them.
 INLINE const float* expanded_rows(
     const Matrix& matrix, int64_t K, int64_t first, int64_t rows, uint8_t* scratch) {
     float* place = (float*)aligned(scratch);
-    RowsCall call{matrix.base, matrix.layout, K, first, rows, K, 0, nullptr, place,
-                  (uint8_t*)(place + rows * K), nullptr};
+    RowsCall call{matrix.base, matrix.layout, K,      first,
+                  rows,        K,             0,      1,
+                  nullptr,     &place,        (uint8_t*)(place + rows * K), nullptr};
     matrix.format->expand(&call);
     return place;
 }

@@ -89,28 +89,30 @@ void multiply_transposed(const T* matrix, const Product& p, uint8_t* scratch) {
     }
 }
 
-// The input row that a thread's scratch memory has as integers, and the format that packed it.
-struct Packed {
-    const float* row;
-    const Format* format;
-};
-
-// Up to `sequential_rows` input rows are multiplied one by one, with weights in registers. The
-// result for a row is then bit for bit that of a batch of one. For more rows, rows of weights are
-// decoded to the scratch memory.
+// Input rows of integers are multiplied a few at a time; a result has the same bits for any number
+// of rows. Up to `sequential_rows` rows of float32 are multiplied one by one, with weights in
+// registers; for more rows, rows of weights are decoded to the scratch memory.
 INLINE void multiply_encoded(
-    const Matrix& matrix, const Product& p, uint8_t* scratch, int64_t sequential_rows,
-    Packed& packed, const uint8_t* next) {
+    const Matrix& matrix, const Product& p, const float* packed, uint8_t* scratch,
+    int64_t sequential_rows, const uint8_t* next) {
     const int64_t start = p.entries.start, stop = p.entries.stop, K = p.inputs;
-    if (packed.format != matrix.format) packed = {nullptr, matrix.format};
-    if (stop - start <= sequential_rows) {
-        for (int64_t j = start; j < stop; j++)
-            packed.row = multiply_row(
-                matrix, K, p.first, p.count, p.block, p.carry, p.rows.input(j),
-                p.rows.result(j) + p.first, scratch, packed.row, next);
+    const bool integers = matrix.format->planes;
+    RowsOf rows = p.rows;
+    if (integers) rows.x = packed;
+    if (integers || stop - start <= sequential_rows) {
+        for (int64_t j = start; j < stop; j += TOKENS) {
+            const float* x[TOKENS];
+            float* out[TOKENS];
+            const int64_t tokens = least(TOKENS, stop - j);
+            for (int64_t t = 0; t < tokens; t++) {
+                x[t] = rows.input(j + t);
+                out[t] = rows.result(j + t) + p.first;
+            }
+            multiply_rows(
+                matrix, K, p.first, p.count, p.block, p.carry, tokens, x, out, scratch, next);
+        }
         return;
     }
-    packed.row = nullptr;
     for (int64_t n = 0; n < p.count; n += WIDENED_ROWS) {
         int64_t count = least(WIDENED_ROWS, p.count - n);
         const float* w = expanded_rows(matrix, K, p.first + n, count, scratch);
@@ -152,20 +154,27 @@ struct Group {
     int64_t ups, downs;      // units of one expert's projections
     int64_t up_total, total;  // units of all experts
     const float* x;
+    const float* packed;
     uint8_t* scratch;
-    Packed packed{};
 
     explicit Group(GroupCall& c)
         : call(c), layer(*c.layer), steps(steps_of(layer, *c.routing)),
           ups(up_rounded(layer.inner, steps.up)), downs(up_rounded(layer.hidden, steps.down)),
           up_total(c.up ? c.count * ups : 0), total(up_total + (c.down ? c.count * downs : 0)),
-          x((const float*)c.x), scratch(c.scratch + claim(c.threads) * c.scratch_bytes) {
-        if (!c.narrow) return;
-        // One token: each thread widens a copy of its own.
-        widen((const T*)c.x, layer.hidden, (float*)scratch);
-        x = (float*)scratch;
-        scratch += 4 * layer.hidden;
+          x((const float*)c.x), packed(c.packed),
+          scratch(c.scratch + claim(c.threads) * c.scratch_bytes) {
+        if (!c.narrow || !c.up) return;
+        // One token: each thread widens, and packs, a copy of its own.
+        Input own = input_row((const T*)c.x, layer.hidden, up_planes(), (float*)scratch);
+        x = own.plain;
+        packed = own.packed;
+        scratch += 8 * layer.hidden;
     }
+
+    static int64_t planes_of(const ExpertMatrix& matrix) {
+        return matrix.format ? matrix.format->planes : 0;
+    }
+    int64_t up_planes() const { return planes_of(layer.up) | planes_of(layer.second); }
 
     int64_t pairs() const { return layer.width > layer.inner ? 2 : 1; }
 
@@ -186,11 +195,11 @@ struct Group {
         return {false, number / downs, {start, stop}, start, stop - start, 1};
     }
 
-    // The codes that some thread reads next, after those of its present unit.
-    INLINE const uint8_t* next_codes() const {
-        Unit next = unit(current(call.cursor));
+    // The codes that this thread reads after those of its present unit.
+    INLINE const uint8_t* next_codes(int64_t number) const {
+        Unit next = unit(number);
         const Layout& layout = next.up ? *layer.up.layout : *layer.down.layout;
-        return row_codes(layout, slot(least(next.place, call.count - 1)), next.first);
+        return row_codes(layout, slot(next.place), next.first);
     }
 
     INLINE Product product(const Unit& unit, int64_t expert) const {
@@ -205,7 +214,7 @@ struct Group {
                 BLOCK,       call.accumulate != 0, rows, entries};
     }
 
-    INLINE void compute(const Unit& unit) {
+    INLINE void compute(const Unit& unit, int64_t next_unit) {
         const int64_t expert = call.experts[unit.place];
         const uint8_t* base = slot(unit.place);
         Product product = this->product(unit, expert);
@@ -214,10 +223,10 @@ struct Group {
             if (matrix.format) {
                 bool last = range == unit.ranges - 1;
                 const uint8_t* next =
-                    last ? next_codes()
+                    last ? next_codes(next_unit)
                          : row_codes(*layer.second.layout, base, unit.first + layer.inner);
-                multiply_encoded({matrix.format, matrix.layout, base}, product, scratch,
-                                 call.sequential_rows, packed, next);
+                multiply_encoded({matrix.format, matrix.layout, base}, product,
+                                 unit.up ? packed : call.act, scratch, call.sequential_rows, next);
             } else if (layer.transposed) {
                 multiply_transposed((const T*)(base + matrix.offset), product, scratch);
             } else {
@@ -239,8 +248,10 @@ struct Group {
             }
             const float* gate = row + unit.first;
             const float* up = gate + (layer.interleaved ? 1 : width - inner);
-            activate<T>(layer.activation, gate, up, layer.interleaved,
-                        call.act + j * inner + start, unit.channels.stop - start);
+            float* act = call.act + j * inner + start;
+            const int64_t channels = unit.channels.stop - start;
+            activate<T>(layer.activation, gate, up, layer.interleaved, act, channels);
+            if (int64_t planes = planes_of(layer.down)) pack_row(planes, act, channels, act);
         }
     }
 };
@@ -248,10 +259,10 @@ struct Group {
 template <class T>
 void group(GroupCall& call) {
     Group<T> group(call);
-    for (int64_t number; (number = claim(call.cursor)) < group.total;) {
-        Unit unit = group.unit(number);
+    for (Units units(call.cursor, group.total); units.left(); units.advance()) {
+        Unit unit = group.unit(units.number);
         if (!unit.up && call.up) await(call.finished[unit.place], group.ups);
-        group.compute(unit);
+        group.compute(unit, units.next());
         if (unit.up) claim(call.finished[unit.place]);
     }
 }
@@ -313,11 +324,17 @@ void sum(SumCall& call) {
 
 // Bytes of a thread's scratch memory for a group of experts: rows of weights that are widened at a
 // time, or a block of a strip and a panel's sums. An encoded product needs three more rows. One
-// token's x lies before them.
+// token's x, widened and packed, lies before them.
 EXPORT int64_t expert_scratch_bytes(int64_t hidden, int64_t inner) {
     int64_t rows = (WIDENED_ROWS + 3) * (hidden > inner ? hidden : inner);
     int64_t strip = BLOCK * STRIP * LANES;
-    return 4 * ((rows > strip ? rows : strip) + 1024 + up_rounded(hidden, LANES) * LANES);
+    return 4 * ((rows > strip ? rows : strip) + 1024 + 2 * up_rounded(hidden, LANES) * LANES);
+}
+
+// Pack rows of float32 inputs as integers. `out` may be x.
+EXPORT void pack_rows(PackCall* p) {
+    for (int64_t i; (i = claim(p->cursor)) < p->rows;)
+        pack_row(p->planes, p->x + i * p->columns, p->columns, p->out + i * p->columns);
 }
 
 KERNELS(compute_group, GroupCall, group)

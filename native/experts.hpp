@@ -53,9 +53,10 @@ SHARED(GroupCall,
     const Routing* routing;
     int64_t up, down;         // is that projection computed?
     int64_t accumulate;       // is the result added to `out`?
-    int64_t sequential_rows;  // up to so many rows are multiplied with encoded weights one by one
+    int64_t sequential_rows;  // up to so many float32 rows are multiplied with codes one by one
     int64_t narrow;           // is x one token of the model's type, and not float32?
     const void* x;            // [tokens, hidden]
+    const float* packed;      // the same, packed as integers; null if no format multiplies these
     float* mid;               // up projections [entries, width]
     float* act;               // activations [entries, inner]
     float* out;               // [tokens * top_k, hidden]
@@ -65,6 +66,14 @@ SHARED(GroupCall,
     const int64_t* experts;  // [count]
     const int64_t* slots;    // where they lie
     int64_t* finished;       // units of their up projections; 0 at the start
+)
+
+// Rows of float32 inputs [rows, columns] to be packed as integers (formats/inputs.hpp).
+SHARED(PackCall,
+    int64_t cursor;
+    int64_t planes, rows, columns;
+    const float* x;
+    float* out;
 )
 
 // Sum each token's expert outputs times gate weights, by ascending expert id.

@@ -5,7 +5,7 @@ namespace {
 
 using namespace greenroom;
 
-constexpr int64_t FEW = 8;  // weight rows that are expanded at a time
+constexpr int64_t FEW = 8;  // rows: of weights that are expanded at a time, or of inputs
 
 // An address in an optional vector.
 template <class T>
@@ -39,18 +39,28 @@ template <class T>
 void multiply_encoded(LinearCall& p) {
     const Matrix& matrix = *p.matrix;
     const int64_t N = p.outputs, K = p.inputs;
-    float* x = (float*)thread_scratch(p);  // [rows, K]
-    uint8_t* scratch = (uint8_t*)(x + p.rows * K);
-    widen((const T*)p.x, p.rows * K, x);
-    const float* packed = nullptr;
-    for (int64_t n0; (n0 = claim(p.cursor) * UNIT) < N;) {
-        const int64_t n = least(UNIT, N - n0);
-        const uint8_t* next = row_codes(*matrix.layout, matrix.base, current(p.cursor) * UNIT);
-        for (int64_t m = 0; m < p.rows; m++) {
-            alignas(64) float sums[UNIT];
-            packed = multiply_row(
-                matrix, K, n0, n, K, false, x + m * K, sums, scratch, packed, next);
-            store_sums(sums, part<T>(p.bias, n0), (T*)p.out + m * N + n0, n);
+    float* place = (float*)thread_scratch(p);  // a row of K float32, packed in its place
+    uint8_t* scratch = (uint8_t*)(place + p.rows * K);
+    for (int64_t m = 0; m < p.rows; m++) {
+        float* row = place + m * K;
+        widen((const T*)p.x + m * K, K, row);
+        if (matrix.format->planes) pack_row(matrix.format->planes, row, K, row);
+    }
+    for (Units units(p.cursor, (N + UNIT - 1) / UNIT); units.left(); units.advance()) {
+        const int64_t n0 = units.number * UNIT, n = least(UNIT, N - n0);
+        const uint8_t* next = row_codes(*matrix.layout, matrix.base, units.next() * UNIT);
+        for (int64_t m0 = 0; m0 < p.rows; m0 += FEW) {
+            alignas(64) float sums[FEW][UNIT];
+            const float* x[FEW];
+            float* out[FEW];
+            const int64_t rows = least(FEW, p.rows - m0);
+            for (int64_t m = 0; m < rows; m++) {
+                x[m] = place + (m0 + m) * K;
+                out[m] = sums[m];
+            }
+            multiply_rows(matrix, K, n0, n, K, false, rows, x, out, scratch, next);
+            for (int64_t m = 0; m < rows; m++)
+                store_sums(sums[m], part<T>(p.bias, n0), (T*)p.out + (m0 + m) * N + n0, n);
         }
     }
 }

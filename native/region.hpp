@@ -2,9 +2,13 @@
 // of work with an atomic counter, and leaves when no unit is left.
 #pragma once
 
+#include <sched.h>
+
 #include "simd.hpp"
 
 namespace greenroom {
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Add to a counter, and return its old value.
 INLINE int64_t claim(int64_t& counter, int64_t amount = 1) {
@@ -16,13 +20,37 @@ INLINE int64_t current(const int64_t& counter) {
     return __atomic_load_n(&counter, __ATOMIC_RELAXED);
 }
 
-// Spin until a counter is at least an amount.
+// Wait until a counter is at least an amount. After a while the core is given to other threads: the
+// one that must still count may have lost its own.
 INLINE void await(const int64_t& counter, int64_t amount) {
-    while (__atomic_load_n(&counter, __ATOMIC_ACQUIRE) < amount) {
-    }
+    constexpr int spins = 10000;  // about 20 microseconds
+    for (int i = 0; __atomic_load_n(&counter, __ATOMIC_ACQUIRE) < amount; i++)
+        if (i >= spins) sched_yield();
 }
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+// The units of work that a thread has claimed: the present one, and the following one, so that its
+// codes can be prefetched. The last few units are not claimed ahead: another thread may be idle.
+class Units {
+    static constexpr int64_t last = 4, none = -1;
+    int64_t &cursor, total, following;
+
+  public:
+    int64_t number;
+
+    Units(int64_t& cursor, int64_t total)
+        : cursor(cursor), total(total), following(claim(cursor)) {
+        advance();
+    }
+    bool left() const { return number < total; }
+    void advance() {
+        number = following == none ? claim(cursor) : following;
+        following = current(cursor) + last < total ? claim(cursor) : none;
+    }
+    // The unit whose codes this thread reads next, or is likely to.
+    int64_t next() const {
+        return least(following == none ? current(cursor) : following, total - 1);
+    }
+};
 
 // An address moved by some bytes.
 template <class T>

@@ -53,33 +53,23 @@ INLINE Ints load_two_eights(const uint8_t* address) {
 #endif
 }
 
-// Add the products of an iteration, of which `left` inputs exist. A scale is for 16 of them.
-template <class Add>
-INLINE void add_products(
-    const Row& row, int64_t at, const Inputs& x, int64_t left, const Bytes& raw, Add add) {
-    Halves codes = e2m1_bytes(split_bytes(raw));
-    const float* scales = row.ready + (at >> 4);
-    auto twice = [](int i) { return i / 2; };
-    Ints sums = times(codes, x) + x.offsets();
-    if (left >= 128) return add(constant<0>, to_floats(sums), spread<8>(scales, twice));
-    // Missing scales are 0: uninitialised memory may hold NaN, and 0 times NaN is NaN.
-    float few[8] = {};
-    for (int i = 0; 16 * i < left; i++) few[i] = scales[i];
-    add(constant<0>, to_floats(sums), spread<8>(few, twice));
+// Add 32 codes of a panel, with two scales. The matrix scale is in them.
+template <class S>
+INLINE void add_codes(S& sums, int64_t at, const Quads& codes, const Floats (&scales)[2]) {
+    sums.add_halves(at / 32, looked_up(TWICE_E2M1, codes), scales,
+                    {scales[0] * -TWICE_E2M1_OFFSET, scales[1] * -TWICE_E2M1_OFFSET});
 }
 
 template <bool DIVIDES>
 struct NVFP4 {
     static constexpr int block_inputs = 16, block_bytes = 8;
-    static constexpr Packing packing{
-        .run = 1, .shift = 4, .offset = TWICE_E2M1_OFFSET, .factor = 0.5f};
-    static constexpr bool paired = true;
+    static constexpr int span = 32, span_bytes = 16, largest = 24;
 
     INLINE static void prepare(const Row& row) {
         Floats matrix = all(read<float>(row.zero));
         prepare_in_vectors(row.inputs >> 4, [&](int64_t at, int64_t left) INLINE_LAMBDA {
             Floats scales = e4m3(load_scales(row.scale + at, left));
-            row.put(at, DIVIDES ? scales / matrix : scales * matrix, left);
+            row.put(at, DIVIDES ? scales / matrix : scales * matrix);
         });
     }
 
@@ -93,28 +83,32 @@ struct NVFP4 {
         return weights;
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t left, Add add) {
-        const uint8_t* codes = row.codes + (at >> 1);
-        Bytes raw = left < 128 ? as<uint8_t>(load_first<uint32_t>(codes, left >> 3))
-                               : load<uint8_t>(codes);
-        add_products(row, at, x, left, raw, add);
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        Floats matrix = all(read<float>(panel.zeros));
+        auto scale = [&](int half) INLINE_LAMBDA {
+            Words codes = gather<uint8_t>(panel.scales + at / 16 + half, panel.scale_step);
+            Floats each = e4m3(as<int32_t>(codes));
+            return (DIVIDES ? each / matrix : each * matrix) * 0.5f;
+        };
+        Quads codes = quads_of_neighbours(transposed(panel.codes + at / 2, panel.step));
+        add_codes(sums, at, codes, {scale(0), scale(1)});
     }
 };
 
 template <bool SCALED>
 struct GGUF {
     static constexpr int block_inputs = 64, block_bytes = 36;
-    static constexpr Packing packing{.run = 8, .shift = 4, .offset = TWICE_E2M1_OFFSET};
-    static constexpr bool paired = true;
+    static constexpr int span = 64, span_bytes = 36, largest = 24;
 
-    // Write the scales, halved; code 0x7f is 0.
-    //
-    // For integer products the matrix scale is in the other scales. Otherwise it is the first
-    // minimum: a weight's code and block scale are multiplied exactly, and only the last product is
-    // rounded.
+    // Scales, halved; code 0x7f is 0.
+    INLINE static Floats scales_of(const Ints& codes) {
+        return choose(equal(codes, 127), Floats{}, magnitudes(codes & 127)) * 0.5f;
+    }
+
+    // The first minimum is the matrix scale: a weight's code and block scale are multiplied
+    // exactly, and only the last product is rounded.
     INLINE static void prepare(const Row& row) {
-        Floats factor = all(SCALED && row.powers ? 0.5f * read<float>(row.scale) : 0.5f);
         prepare_in_vectors(row.inputs >> 4, [&](int64_t at, int64_t left) INLINE_LAMBDA {
             const uint8_t* block = row.codes + (at >> 2) * block_bytes;
             Four words{};
@@ -125,11 +119,9 @@ struct GGUF {
             else
                 for (int i = 0; i < left >> 2; i++)
                     words[i] = read<uint32_t>(block + i * block_bytes);
-            Ints codes = load_ints<uint8_t>(&words);
-            Floats scales = choose(equal(codes, 127), Floats{}, magnitudes(codes & 127));
-            row.put(at, scales * factor, left);
+            row.put(at, scales_of(load_ints<uint8_t>(&words)));
         });
-        if (SCALED && !row.powers) row.minima()[0] = read<float>(row.scale);
+        if (SCALED) row.minima()[0] = read<float>(row.scale);
     }
 
     INLINE static Weights decode(const Row& row, int64_t at) {
@@ -143,35 +135,32 @@ struct GGUF {
         return weights;
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t left, Add add) {
-        const uint8_t* first = row.codes + (at >> 6) * block_bytes + 4;
-        add_products(row, at, x, left, two_blocks(first, left > 64), add);
-    }
-
-    // Load the codes of two blocks; 0 for a second one that the row lacks.
-    INLINE static Bytes two_blocks(const uint8_t* first, bool both) {
-#if defined(__AVX512F__)
-        __m512i one = _mm512_castsi256_si512(read<__m256i>(first));
-        if (!both) return {(Part<uint8_t>)_mm512_zextsi256_si512(read<__m256i>(first))};
-        return {(Part<uint8_t>)_mm512_inserti64x4(one, read<__m256i>(first + block_bytes), 1)};
-#else
-        Bytes result{};
-        each<PARTS>([&](auto p) INLINE_LAMBDA {
-            constexpr bool second = p >= PARTS / 2;
-            if (both || !second)
-                result.part[p] = read<Part<uint8_t>>(
-                    first + p * REGISTER + (second ? block_bytes - 32 : 0));
+    // 8 bytes have codes i in their low and i + 8 in their high bits.
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        const uint8_t* block = panel.codes + at / 64 * block_bytes;
+        Words four = gather_words(block, panel.step);
+        Floats matrix = all(SCALED ? read<float>(panel.scales) : 1.0f);
+        auto scale = [&](int i) INLINE_LAMBDA {
+            return scales_of(as<int32_t>((four >> 8 * i) & 255)) * matrix;
+        };
+        each<2>([&](auto half) INLINE_LAMBDA {
+            FourQuads raw = transposed(block + 4 + 16 * half, panel.step);
+            Quads codes;
+            each<4>([&](auto i) INLINE_LAMBDA {
+                constexpr int q = i / 2 * 4 + i % 2;
+                codes.part[q] = low_bits(raw.part[i]);
+                codes.part[q + 2] = high_bits(raw.part[i]);
+            });
+            add_codes(sums, at + 32 * half, codes, {scale(2 * half), scale(2 * half + 1)});
         });
-        return result;
-#endif
     }
 };
 
 }  // namespace
 }  // namespace greenroom
 
-FORMAT(nvfp4, greenroom::NVFP4<false>)
-FORMAT(ct_nvfp4, greenroom::NVFP4<true>)
-FORMAT(gguf_nvfp4, greenroom::GGUF<false>)
-FORMAT(gguf_nvfp4_scaled, greenroom::GGUF<true>)
+PACKED_FORMAT(nvfp4, greenroom::NVFP4<false>)
+PACKED_FORMAT(ct_nvfp4, greenroom::NVFP4<true>)
+GGUF_FORMAT(gguf_nvfp4, greenroom::GGUF<false>)
+GGUF_FORMAT(gguf_nvfp4_scaled, greenroom::GGUF<true>)

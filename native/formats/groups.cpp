@@ -28,8 +28,7 @@ struct Plain {
 
 struct Int8 {
     static constexpr int block_inputs = 1, block_bytes = 1;
-    static constexpr Packing packing{.shift = 6};
-    static constexpr bool paired = false;
+    static constexpr int span = 32, span_bytes = 32, largest = 255;
 
     INLINE static void prepare(const Row& row) {
         prepare_contiguous<uint16_t>(row, 6, load_halves);
@@ -39,33 +38,30 @@ struct Int8 {
         return decode_bytes(row.codes + at, row.ready[at / 64]);
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t, Add add) {
-        Ints sums = dot_shorts(load_shorts(row.codes + at), x.shorts(0));
-        sums = dot_shorts(sums, load_shorts(row.codes + at + 32), x.shorts(1));
-        add(constant<0>, to_floats(sums), all(row.ready[at / 64]));
+    // The codes are shifted by 128, so that they have no sign.
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        Words halves = gather<uint16_t>(panel.scales + at / 64 * 2, panel.scale_step);
+        Floats scale = low_halves_to_floats(halves);
+        sums.add(at / 32, shifted_bytes(panel.codes + at, panel.step), scale, scale * -128.0f);
     }
 };
 
 // Codes of four bits, two neighbours in a byte.
 struct Neighbours {
     static constexpr int block_inputs = 2, block_bytes = 1;
-    static constexpr bool paired = true;
+    static constexpr int span = 32, span_bytes = 16, largest = 15;
 
     INLINE static Codes codes(const Row& row, int64_t at) {
         return codes_of_neighbours(row.codes + at / 2);
     }
-    INLINE static Halves codes_of_four(const Row& row, int64_t at, int64_t left) {
-        const uint8_t* place = row.codes + at / 2;
-        if (left == 128) return split_bytes(load<uint8_t>(place));
-        return split_bytes(as<uint8_t>(load_first<uint32_t>(place, left / 8)));
+    INLINE static Quads panel_codes(const Panel& panel, int64_t at) {
+        return quads_of_neighbours(transposed(panel.codes + at / 2, panel.step));
     }
 };
 
 // scale * (code - 8)
 struct Int4 : Neighbours {
-    static constexpr Packing packing{.run = 1, .offset = 8, .largest = 15};
-
     INLINE static void prepare(const Row& row) {
         prepare_contiguous<uint16_t>(row, 5, load_halves);
     }
@@ -74,9 +70,11 @@ struct Int4 : Neighbours {
         return decode_symmetric(codes(row, at), row.ready[at / 32]);
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t left, Add add) {
-        joint_terms<packing>(row, at, x, left, codes_of_four(row, at, left), add);
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        Words halves = gather<uint16_t>(panel.scales + at / 32 * 2, panel.scale_step);
+        Floats scale = low_halves_to_floats(halves);
+        sums.add(at / 32, panel_codes(panel, at), scale, scale * -8.0f);
     }
 };
 
@@ -91,15 +89,17 @@ struct Int4Wide : Neighbours {
 
 // scale * number of the code
 struct Mxfp4 : Neighbours {
-    static constexpr Packing packing{
-        .run = 1, .offset = TWICE_E2M1_OFFSET, .factor = 0.5f, .largest = 24};
+    static constexpr int largest = 24;
 
     // The scales are e8m0 numbers: 2^(e - 127); 255 is NaN.
+    INLINE static Floats e8m0(const Ints& e) {
+        Ints bits = choose(equal(e, 0), all<int32_t>(1 << 22), e << 23);
+        return as<float>(choose(equal(e, 255), all<int32_t>(0x7fc00000), bits));
+    }
+
     INLINE static void prepare(const Row& row) {
         prepare_contiguous<uint8_t>(row, 5, [](const uint8_t* place) INLINE_LAMBDA {
-            Ints e = load_ints<uint8_t>(place);
-            Ints bits = choose(equal(e, 0), all<int32_t>(1 << 22), e << 23);
-            return as<float>(choose(equal(e, 255), all<int32_t>(0x7fc00000), bits));
+            return e8m0(load_ints<uint8_t>(place));
         });
     }
 
@@ -108,10 +108,12 @@ struct Mxfp4 : Neighbours {
         return decode_from_table(codes(row, at), numbers, row.ready[at / 32]);
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t left, Add add) {
-        Halves codes = codes_of_four(row, at, left);
-        joint_terms<packing>(row, at, x, left, e2m1_bytes(codes), add);
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        Words e = gather<uint8_t>(panel.scales + at / 32, panel.scale_step);
+        Floats scale = e8m0(as<int32_t>(e)) * 0.5f;
+        Quads codes = looked_up(TWICE_E2M1, panel_codes(panel, at));
+        sums.add(at / 32, codes, scale, scale * -TWICE_E2M1_OFFSET);
     }
 };
 
@@ -138,8 +140,8 @@ struct Fp8 {
 FORMAT_OF(plain_float32, greenroom::format_of<greenroom::Plain<float>>())
 FORMAT_OF(plain_bfloat16, greenroom::format_of<greenroom::Plain<greenroom::BFloat16>>())
 FORMAT_OF(plain_float16, greenroom::format_of<greenroom::Plain<greenroom::Float16>>())
-FORMAT(int8, greenroom::Int8)
-FORMAT(int4, greenroom::Int4)
+PACKED_FORMAT(int8, greenroom::Int8)
+PACKED_FORMAT(int4, greenroom::Int4)
 FORMAT(int4_wide, greenroom::Int4Wide)
-FORMAT(mxfp4, greenroom::Mxfp4)
+PACKED_FORMAT(mxfp4, greenroom::Mxfp4)
 FORMAT(fp8, greenroom::Fp8)

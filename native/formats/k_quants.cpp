@@ -23,8 +23,29 @@ INLINE const uint8_t* block_at(const Row& row, int64_t at) {
 
 INLINE float half_at(const uint8_t* address) { return half_to_float(read<uint16_t>(address)); }
 
-// Lanes of the sums of eight groups of 16 inputs.
-constexpr int EIGHT_MINIMA[] = {0, 1, 2, 3, 8, 9, 10, 11};
+// The block of a panel's first row with input `at`.
+template <class F>
+INLINE const uint8_t* block_at(const Panel& panel, int64_t at) {
+    return panel.codes + (at >> 8) * F::block_bytes;
+}
+
+// Words in memory, whose bytes are the scales of a panel's block: number i is byte i % 4 of word
+// i / 4.
+template <int COUNT>
+struct BlockScales {
+    alignas(64) uint32_t memory[COUNT][LANES];
+
+    INLINE void put(int i, const Words& four) { store(memory[i], four); }
+    INLINE Words from(int number) const {
+        return load<uint32_t>(memory[number / 4]) >> 8 * (number % 4);
+    }
+    INLINE Floats unsigned_byte(int number) const {
+        return to_floats(as<int32_t>(from(number) & 255));
+    }
+    INLINE Floats signed_byte(int number) const {
+        return to_floats(as<int32_t>(from(number) << 24) >> 24);
+    }
+};
 
 // Formats with a minimum for 32 weights.
 
@@ -39,32 +60,35 @@ INLINE void put_scales_and_minima(const Row& row, int block_bytes) {
         Four six = (first & Four{0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f}) |
                    (second & Four{0, 0x30303030, 0, 0x30303030});
         Floats both = to_floats(load_ints<uint8_t>(&six)) * two_halves(at);
-        both = both * (row.powers ? joined(row.powers + 8 * block, -1.0f) : halves(1.0f, -1.0f));
+        both = both * halves(1.0f, -1.0f);
         store_half(row.ready + 8 * block, both, 0);
         store_half(row.minima() + 8 * block, both, 1);
     }
 }
 
-// Terms of q4_k and q5_k: groups 0 and 2 in one half of an iteration, 1 and 3 in the other.
-template <class Add>
-INLINE void terms_with_minima(
-    const Row& row, int64_t at, const Inputs& x, const Halves& codes, Add add) {
-    const float* scales = row.ready + (at >> 5);
-    add(constant<0>, to_floats(times(codes.low, x, 0)),
-        spread<4>(scales, [](int i) { return i / 8 * 2; }));
-    add(constant<0>, to_floats(times(codes.high, x, 1)),
-        spread<4>(scales, [](int i) { return i / 8 * 2 + 1; }));
-    add(constant<0>, x.sums(), repeat_four(row.minima(at >> 5)));
-}
+// The scales and minima of a panel's block of q4_k or q5_k: words 0 and 1 have scales, words 2 and
+// 3 minima.
+struct SixBitScales {
+    BlockScales<4> six;
+    Floats d, low;
 
-constexpr Packing MINIMA_OF_32{
-    .run = 32, .separate_halves = true, .minima = 4, .minimum_lanes = FOUR_MINIMA};
+    INLINE explicit SixBitScales(const FourQuads& head) {
+        d = low_halves_to_floats(words(head, 0));
+        low = -low_halves_to_floats(words(head, 0) >> 16);
+        Words a = words(head, 1), b = words(head, 2), c = words(head, 3);
+        six.put(0, a & 0x3f3f3f3f);
+        six.put(1, (c & 0x0f0f0f0f) | ((a >> 2) & 0x30303030));
+        six.put(2, b & 0x3f3f3f3f);
+        six.put(3, ((c >> 4) & 0x0f0f0f0f) | ((b >> 2) & 0x30303030));
+    }
+    INLINE Floats scale(int group) const { return six.unsigned_byte(group) * d; }
+    INLINE Floats minimum(int group) const { return six.unsigned_byte(8 + group) * low; }
+};
 
 // 32 bytes hold 32 codes in their low four bits, and the next 32 codes in their high bits.
 struct Q4K {
     static constexpr int block_inputs = 256, block_bytes = 144;
-    static constexpr Packing packing = MINIMA_OF_32;
-    static constexpr bool paired = true;
+    static constexpr int span = 256, span_bytes = 144, largest = 15;
 
     INLINE static void prepare(const Row& row) { put_scales_and_minima(row, block_bytes); }
 
@@ -81,18 +105,22 @@ struct Q4K {
         });
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t, Add add) {
-        const uint8_t* bytes = block_at<Q4K>(row, at) + 16 + 64 * half(at);
-        terms_with_minima(row, at, x, split_bytes(load<uint8_t>(bytes)), add);
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        const uint8_t* block = block_at<Q4K>(panel, at);
+        SixBitScales of(transposed(block, panel.step));
+        for (int i = 0; i < 8; i += 2) {
+            QuadsOfTwo codes = quads_of_two(block + 16 + 16 * i, panel.step);
+            sums.add((at >> 5) + i, codes.low, of.scale(i), of.minimum(i));
+            sums.add((at >> 5) + i + 1, codes.high, of.scale(i + 1), of.minimum(i + 1));
+        }
     }
 };
 
 // Four bits as in q4_k, and a fifth bit from 32 other bytes.
 struct Q5K {
     static constexpr int block_inputs = 256, block_bytes = 176;
-    static constexpr Packing packing = MINIMA_OF_32;
-    static constexpr bool paired = true;
+    static constexpr int span = 256, span_bytes = 176, largest = 31;
 
     INLINE static void prepare(const Row& row) { put_scales_and_minima(row, block_bytes); }
 
@@ -106,15 +134,18 @@ struct Q5K {
                                   fma(scale, to_floats(to_ints<uint8_t>(codes, 1)), minimum));
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t, Add add) {
-        const uint8_t* block = block_at<Q5K>(row, at);
-        Halves codes = split_bytes(load<uint8_t>(block + 48 + 64 * half(at)));
-        // Bits 0 and 2 are those of the low codes, bits 1 and 3 those of the high ones.
-        HalfWords fifth = load_twice<uint16_t>(block + 16) >> 4 * half(at);
-        codes.low = codes.low | (as<uint8_t>(shift_left<4, 2>(fifth)) & 16);
-        codes.high = codes.high | (as<uint8_t>(shift_left<3, 1>(fifth)) & 16);
-        terms_with_minima(row, at, x, codes, add);
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        const uint8_t* block = block_at<Q5K>(panel, at);
+        SixBitScales of(transposed(block, panel.step));
+        Quads fifth = quads_of_bytes(block + 16, panel.step);  // bit i is that of group i
+        for (int i = 0; i < 8; i += 2) {
+            QuadsOfTwo codes = quads_of_two(block + 48 + 16 * i, panel.step);
+            sums.add((at >> 5) + i, codes.low | bits_of(fifth, i - 4, 16), of.scale(i),
+                     of.minimum(i));
+            sums.add((at >> 5) + i + 1, codes.high | bits_of(fifth, i - 3, 16), of.scale(i + 1),
+                     of.minimum(i + 1));
+        }
     }
 };
 
@@ -127,19 +158,10 @@ INLINE Weights scaled_by_sixteen(const Row& row, int64_t at, const HalfBytes& co
                               to_floats(to_ints<int8_t>(codes, 1)) * all(scales[1]));
 }
 
-// Add the products of 64 codes, in four groups of 16.
-template <int HALF, class Add>
-INLINE void add_four_groups(
-    const Row& row, int64_t at, const Inputs& x, const Bytes& codes, Add add) {
-    add(constant<HALF>, to_floats(times(codes, x, HALF) + x.offsets(HALF)),
-        spread<4>(row.ready + (at >> 4) + 4 * HALF, [](int i) { return i / 4; }));
-}
-
 // Codes of four bits and of two bits, minus 32. 16 scales of eight bits and a float16 factor.
 struct Q6K {
     static constexpr int block_inputs = 256, block_bytes = 210;
-    static constexpr Packing packing{.run = 64, .shift = 4, .offset = 32, .separate_halves = true};
-    static constexpr bool paired = false;
+    static constexpr int span = 256, span_bytes = 210, largest = 63;
 
     INLINE static void prepare(const Row& row) {
         for (int64_t block = 0; block < row.inputs >> 8; block++) {
@@ -156,14 +178,32 @@ struct Q6K {
         return scaled_by_sixteen(row, at, (four | sixteen_times(two)) - 32);
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t, Add add) {
-        const uint8_t* block = block_at<Q6K>(row, at);
-        Halves four = split_bytes(load<uint8_t>(block + 64 * half(at)));
-        HalfWords two = load_twice<uint16_t>(block + 128 + 32 * half(at));
-        Bytes low = as<uint8_t>(shift_left<4, 2>(two)), high = as<uint8_t>(shift_right<0, 2>(two));
-        add_four_groups<0>(row, at, x, four.low | (low & 48), add);
-        add_four_groups<1>(row, at, x, four.high | (high & 48), add);
+    // Of 128 inputs, 64 bytes have the low bits, and 32 bytes the high bits: those of the first 32
+    // inputs lowest.
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        const uint8_t* block = block_at<Q6K>(panel, at);
+        BlockScales<4> of;
+        FourQuads scales = transposed(block + 192, panel.step);
+        each<4>([&](auto i) INLINE_LAMBDA { of.put(i, words(scales, i)); });
+        // The scale is the last half of four bytes, so that no byte behind the row is read.
+        Floats d = low_halves_to_floats(gather_words(block + 206, panel.step) >> 16);
+        for (int half = 0; half < 2; half++) {
+            Quads two = quads_of_bytes(block + 128 + 32 * half, panel.step);
+            auto add = [&](int i, const Quads& codes) INLINE_LAMBDA {
+                const int number = 4 * half + i;
+                Floats first = of.signed_byte(2 * number) * d;
+                Floats second = of.signed_byte(2 * number + 1) * d;
+                sums.add_halves((at >> 5) + number, codes, {first, second},
+                                {first * -32.0f, second * -32.0f});
+            };
+            QuadsOfTwo even = quads_of_two(block + 64 * half, panel.step);
+            QuadsOfTwo odd = quads_of_two(block + 64 * half + 32, panel.step);
+            add(0, even.low | bits_of(two, -4, 48));
+            add(1, odd.low | bits_of(two, -2, 48));
+            add(2, even.high | bits_of(two, 0, 48));
+            add(3, odd.high | bits_of(two, 2, 48));
+        }
     }
 };
 
@@ -172,8 +212,7 @@ struct Q6K {
 // scales i, i + 4, i + 8 and i + 12.
 struct Q3K {
     static constexpr int block_inputs = 256, block_bytes = 110;
-    static constexpr Packing packing{.run = 64, .shift = 4, .offset = 4, .separate_halves = true};
-    static constexpr bool paired = false;
+    static constexpr int span = 256, span_bytes = 110, largest = 7;
 
     INLINE static void prepare(const Row& row) {
         for (int64_t block = 0; block < row.inputs >> 8; block++) {
@@ -195,19 +234,33 @@ struct Q3K {
         return scaled_by_sixteen(row, at, (two | (third + third + third + third)) - 4);
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t, Add add) {
-        const uint8_t* block = block_at<Q3K>(row, at);
-        HalfWords two = load_twice<uint16_t>(block + 32 + 32 * half(at));
-        HalfWords third = load_twice<uint16_t>(block) >> 4 * half(at);
-        auto codes = [](const HalfWords& two_bits, const HalfWords& bit) INLINE_LAMBDA {
-            return (as<uint8_t>(two_bits) & 3) | (as<uint8_t>(bit) & 4);
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        const uint8_t* block = block_at<Q3K>(panel, at);
+        // 16 bytes end with the row: two others, the scales, and the factor.
+        FourQuads tail = transposed(block + 94, panel.step);
+        auto moved = [&](int i) INLINE_LAMBDA {
+            return words(tail, i) >> 16 | words(tail, i + 1) << 16;
         };
-        // Bits 0 to 3 of a byte of `third` are those of the four quarters of the iteration.
-        Bytes low = codes(shift_right<0, 2>(two), shift_left<2, 1>(third));
-        Bytes high = codes(shift_right<4, 6>(two), shift_right<0, 1>(third));
-        add_four_groups<0>(row, at, x, low, add);
-        add_four_groups<1>(row, at, x, high, add);
+        Words first = moved(0), second = moved(1), high = moved(2);
+        BlockScales<4> of;
+        each<4>([&](auto i) INLINE_LAMBDA {
+            Words low = ((i % 2 ? second : first) >> i / 2 * 4) & 0x0f0f0f0f;
+            of.put(i, low | ((high >> 2 * i) & 0x03030303) << 4);
+        });
+        Floats d = low_halves_to_floats(words(tail, 3) >> 16);
+        Quads third = quads_of_bytes(block, panel.step);  // bit i is that of group i
+        for (int half = 0; half < 2; half++) {
+            Quads two = quads_of_bytes(block + 32 + 32 * half, panel.step);
+            for (int i = 0; i < 4; i++) {
+                const int number = 4 * half + i;
+                Floats a = (of.unsigned_byte(2 * number) - 32) * d;
+                Floats b = (of.unsigned_byte(2 * number + 1) - 32) * d;
+                sums.add_halves((at >> 5) + number,
+                                bits_of(two, 2 * i, 3) | bits_of(third, number - 2, 4), {a, b},
+                                {a * -4.0f, b * -4.0f});
+            }
+        }
     }
 };
 
@@ -218,9 +271,7 @@ struct Q3K {
 // and a minimum in the high ones; each of the two has a float16 factor. The minima are negated.
 struct Q2K {
     static constexpr int block_inputs = 256, block_bytes = 84;
-    static constexpr Packing packing{
-        .run = 32, .shift = 4, .separate_halves = true, .minima = 8, .minimum_lanes = EIGHT_MINIMA};
-    static constexpr bool paired = true;
+    static constexpr int span = 256, span_bytes = 84, largest = 3;
 
     INLINE static void prepare(const Row& row) {
         Floats moves = lanes_of<float>([](int i) { return 1.0f / (1 << i / 2 % 4 * 2); });
@@ -228,7 +279,7 @@ struct Q2K {
             const uint8_t* at = row.codes + block * block_bytes;
             Ints both = load_ints<uint8_t>(at);
             Floats d = all(half_at(at + 80)) * moves, low = all(-half_at(at + 82));
-            row.put(16 * block, to_floats(both & 15) * d, to_floats(both >> 4) * low, LANES);
+            row.put(16 * block, to_floats(both & 15) * d, to_floats(both >> 4) * low);
         }
     }
 
@@ -242,18 +293,27 @@ struct Q2K {
             fma(all(scales[1]), to_floats(to_ints<uint8_t>(codes, 1)), all(minima[1])));
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t, Add add) {
-        Words bytes = load_twice<uint32_t>(block_at<Q2K>(row, at) + 16 + 32 * half(at));
-        const float* scales = row.ready + (at >> 4);
-        Words low = bytes & halves<uint32_t>(0x03030303, 0x30303030);
-        Words high = bytes & halves<uint32_t>(0x0c0c0c0c, 0xc0c0c0c0);
-        add(constant<0>, to_floats(times(as<uint8_t>(low), x, 0)),
-            spread<8>(scales, [](int i) { return i / 4 + i / 8 * 2; }));
-        add(constant<0>, to_floats(times(as<uint8_t>(high), x, 1)),
-            spread<8>(scales, [](int i) { return 2 + i / 4 + i / 8 * 2; }));
-        add(constant<0>, x.sums(),
-            spread<8>(row.minima(at >> 4), [](int i) { return i % 4 + i / 8 * 4; }));
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        const uint8_t* block = block_at<Q2K>(panel, at);
+        FourQuads both = transposed(block, panel.step);
+        BlockScales<4> scales, minima;
+        each<4>([&](auto i) INLINE_LAMBDA {
+            scales.put(i, words(both, i) & 0x0f0f0f0f);
+            minima.put(i, (words(both, i) >> 4) & 0x0f0f0f0f);
+        });
+        Words factors = gather_words(block + 80, panel.step);
+        Floats d = low_halves_to_floats(factors), low = -low_halves_to_floats(factors >> 16);
+        for (int half = 0; half < 2; half++) {
+            Quads two = quads_of_bytes(block + 16 + 32 * half, panel.step);
+            for (int i = 0; i < 4; i++) {
+                const int number = 4 * half + i, first = 2 * number;
+                sums.add_halves(
+                    (at >> 5) + number, bits_of(two, 2 * i, 3),
+                    {scales.unsigned_byte(first) * d, scales.unsigned_byte(first + 1) * d},
+                    {minima.unsigned_byte(first) * low, minima.unsigned_byte(first + 1) * low});
+            }
+        }
     }
 };
 
@@ -262,8 +322,7 @@ struct Q2K {
 // 4 bytes their low four bits.
 struct Iq4Xs {
     static constexpr int block_inputs = 256, block_bytes = 136;
-    static constexpr Packing packing{.run = 16, .offset = IQ4_OFFSET};
-    static constexpr bool paired = true;
+    static constexpr int span = 256, span_bytes = 136, largest = 240;
 
     INLINE static void prepare(const Row& row) {
         Words low_bits = lanes_of<uint32_t>([](int i) { return i % 8 * 4; });
@@ -282,20 +341,28 @@ struct Iq4Xs {
         return decode_from_table(codes_in_halves(bytes), iq4_numbers(), row.ready[at >> 5]);
     }
 
-    template <class Add>
-    INLINE static void terms(
-        const Row& row, int64_t at, const Inputs& x, int64_t left, Add add) {
-        Bytes raw = load<uint8_t>(block_at<Iq4Xs>(row, at) + 8 + 64 * half(at));
-        joint_terms<packing>(row, at, x, left, iq4_bytes(split_bytes(raw)), add);
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        const uint8_t* block = block_at<Iq4Xs>(panel, at);
+        FourQuads head = transposed(block, panel.step);
+        Floats d = low_halves_to_floats(words(head, 0));
+        Words low = words(head, 1), high = words(head, 0) >> 16;
+        for (int i = 0; i < 8; i++) {
+            Ints six = as<int32_t>(((low >> 4 * i) & 15) | ((high >> 2 * i) & 3) << 4);
+            Floats scale = to_floats(six - 32) * d;
+            FourQuads raw = transposed(block + 8 + 16 * i, panel.step);
+            sums.add((at >> 5) + i, looked_up(IQ4, quads_in_halves(raw)), scale,
+                     scale * -IQ4_OFFSET);
+        }
     }
 };
 
 }  // namespace
 }  // namespace greenroom
 
-FORMAT(q2_k, greenroom::Q2K)
-FORMAT(q3_k, greenroom::Q3K)
-FORMAT(q4_k, greenroom::Q4K)
-FORMAT(q5_k, greenroom::Q5K)
-FORMAT(q6_k, greenroom::Q6K)
-FORMAT(iq4_xs, greenroom::Iq4Xs)
+GGUF_FORMAT(q2_k, greenroom::Q2K)
+GGUF_FORMAT(q3_k, greenroom::Q3K)
+GGUF_FORMAT(q4_k, greenroom::Q4K)
+GGUF_FORMAT(q5_k, greenroom::Q5K)
+GGUF_FORMAT(q6_k, greenroom::Q6K)
+GGUF_FORMAT(iq4_xs, greenroom::Iq4Xs)

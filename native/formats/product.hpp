@@ -1,19 +1,14 @@
-// Loops over rows of an encoded matrix: decode them, or multiply them with one input row.
+// Loops over rows of an encoded matrix: decode them, or multiply them with input rows.
 //
 // A format is a class with
 //     block_inputs, block_bytes   of one block of its codes
 //     prepare(row)                writes the row's scales and minima as float32
 //     decode(row, at)             returns the 32 weights from input `at` on
-// and, if it multiplies integers,
-//     packing                     a Packing
-//     terms(row, at, x, left, add)  calls add(constant<i>, sums, scales) for an iteration, of which
-//                                 `left` inputs exist; i is 0 or 1: the 64 inputs to which the sums
-//                                 belong
-//     paired                      do the halves of the sums of block 0 belong to blocks 0 and 1?
+// and, if it multiplies integers, the members that panels.hpp names.
 #pragma once
 
 #include "../plain.hpp"
-#include "integers.hpp"
+#include "panels.hpp"
 
 namespace greenroom {
 
@@ -29,126 +24,57 @@ template <class F>
     }
 }
 
-// Call add(n, block, values, factors) for row n, for at most 64 inputs in float32.
+// Call add(n, values, factors) for row n, for at most 64 inputs in float32.
 template <class F, int N, class Add>
 INLINE void float_terms(const Row* rows, const float* x, int64_t at, int64_t left, Add add) {
     for (int64_t first = at; first < at + left && first < at + 64; first += 32) {
         Floats xs[2] = {load<float>(x + first), load<float>(x + first + LANES)};
         each<N>([&](auto n) INLINE_LAMBDA {
             Weights weights = F::decode(rows[n], first);
-            add(n, constant<0>, xs[0], weights.part[0]);
-            add(n, constant<0>, xs[1], weights.part[1]);
+            add(n, xs[0], weights.part[0]);
+            add(n, xs[1], weights.part[1]);
         });
     }
-}
-
-template <class F>
-concept MultipliesIntegers = requires { F::packing; };
-
-template <class F, bool INTEGERS>
-constexpr int unit_of() {
-    if constexpr (INTEGERS) return F::packing.unit();
-    return 64;
 }
 
 INLINE void add_four(const FourFloats& sums, float (&totals)[4]) {
     each<4>([&](auto n) INLINE_LAMBDA { totals[n] += sums[(int)n]; });
 }
 
-// Add the sums of one or two blocks of 64 inputs of four rows.
-template <bool ONE, bool PAIRED>
-INLINE void add_sums(const Floats (&sums)[4][2], float (&totals)[4]) {
-    if constexpr (!ONE && PAIRED) {
-        FourTwoSums two = half_sums(sums[0][0], sums[1][0], sums[2][0], sums[3][0]);
-        add_four(two.first, totals);
-        return add_four(two.second, totals);
-    }
-    add_four(lane_sums(sums[0][0], sums[1][0], sums[2][0], sums[3][0]), totals);
-    if constexpr (!ONE)
-        add_four(lane_sums(sums[0][1], sums[1][1], sums[2][1], sums[3][1]), totals);
-}
-
-// Multiply N rows with one input row, and write or add N sums. x: float32, or packed.
-template <class F, int N, bool INTEGERS>
+// Multiply N rows with one float32 row x, and write or add N sums.
+template <class F, int N>
 INLINE void multiply_tile(
-    const Row* rows, const void* x, const RowsCall& call, const uint8_t* ahead, float* out) {
-    constexpr int unit = unit_of<F, INTEGERS>();
-    constexpr int ahead_bytes = N * unit * F::block_bytes / F::block_inputs;
-    int64_t inputs = call.inputs, whole = inputs & -unit;
+    const Row* rows, const float* x, const RowsCall& call, const uint8_t* ahead, float* out) {
+    constexpr int unit = 64, ahead_bytes = N * unit * F::block_bytes / F::block_inputs;
+    const int64_t inputs = call.inputs, block = call.block;
     Row local[N];  // not in memory
     each<N>([&](auto n) INLINE_LAMBDA {
         local[n] = rows[n];
         local[n].inputs = inputs;
     });
-
-    auto iterate = [&](int64_t at, int64_t left, auto add) INLINE_LAMBDA {
-        const uint8_t* place = ahead + at / unit * ahead_bytes;
-        each<(ahead_bytes + 63) / 64>([&](auto line) INLINE_LAMBDA {
-            prefetch(place + 64 * line);
-            if constexpr (INTEGERS) prefetch_far(place + 64 * line + 8192);
-        });
-        if constexpr (INTEGERS) {
-            Inputs packed{(const uint8_t*)x + at / unit * 64 * F::packing.vectors()};
-            each<N>([&](auto n) INLINE_LAMBDA {
-                F::terms(local[n], at, packed, left,
-                         [&](auto block, const Floats& sums, const Floats& scales) INLINE_LAMBDA {
-                             add(n, block, sums, scales);
-                         });
-            });
-        } else {
-            float_terms<F, N>(local, (const float*)x, at, left, add);
-        }
-    };
-
     float totals[N];
     each<N>([&](auto n) INLINE_LAMBDA { totals[n] = call.carry ? out[n] : 0; });
-    if (call.block == 64) {
-        auto blocks = [&](int64_t at, int64_t left) INLINE_LAMBDA {
-            Floats sums[N][2] = {};
-            auto add = [&](auto n, auto block, const Floats& value, const Floats& factor)
-                INLINE_LAMBDA { sums[n][block] = fma(value, factor, sums[n][block]); };
-            iterate(at, left, add);
-            if constexpr (N == 4 && unit == 64) return add_sums<true, false>(sums, totals);
-            else if constexpr (N == 4) return add_sums<false, F::paired>(sums, totals);
-            else each<N>([&](auto n) INLINE_LAMBDA {
-                if constexpr (unit == 64) {
-                    totals[n] += lane_sum(sums[n][0]);
-                } else if constexpr (F::paired) {
-                    TwoSums two = half_sums(sums[n][0]);
-                    totals[n] = (totals[n] + two.first) + two.second;
-                } else {
-                    totals[n] = (totals[n] + lane_sum(sums[n][0])) + lane_sum(sums[n][1]);
-                }
-            });
-        };
-        for (int64_t at = 0; at < whole; at += unit) blocks(at, unit);
-        if constexpr (F::block_inputs % unit != 0)
-            if (whole < inputs) blocks(whole, inputs - whole);
-    } else {
+    for (int64_t start = 0; start < inputs; start += block) {
         Floats sums[N] = {};
-        auto grow = [&](auto n, auto, const Floats& value, const Floats& factor) INLINE_LAMBDA {
-            sums[n] = fma(value, factor, sums[n]);
-        };
-        for (int64_t at = 0; at < whole; at += unit) iterate(at, unit, grow);
-        if constexpr (F::block_inputs % unit != 0)
-            if (whole < inputs) iterate(whole, inputs - whole, grow);
+        for (int64_t at = start; at < least(start + block, inputs); at += unit) {
+            const uint8_t* place = ahead + at / unit * ahead_bytes;
+            each<(ahead_bytes + 63) / 64>([&](auto line) INLINE_LAMBDA {
+                prefetch(place + 64 * line);
+            });
+            float_terms<F, N>(
+                local, x, at, inputs - at,
+                [&](auto n, const Floats& value, const Floats& factor) INLINE_LAMBDA {
+                    sums[n] = fma(value, factor, sums[n]);
+                });
+        }
         if constexpr (N == 4) add_four(lane_sums(sums[0], sums[1], sums[2], sums[3]), totals);
         else each<N>([&](auto n) INLINE_LAMBDA { totals[n] += lane_sum(sums[n]); });
     }
     each<N>([&](auto n) INLINE_LAMBDA { out[n] = totals[n]; });
 }
 
-// The row of a tensor that several rows of codes share.
-//
-// The division is a function of its own, since it takes as long as half a row of 4-bit codes: the
-// compiler would divide by 1 too.
-[[gnu::noinline, gnu::cold]] inline int64_t quotient(int64_t a, int64_t b) { return a / b; }
-INLINE int64_t shared_row(int64_t row, int64_t rows_per_row) {
-    return rows_per_row == 1 ? row : quotient(row, rows_per_row);
-}
-
 // Row number n of a call. Its scales have a place of their own in the scratch memory.
-INLINE Row row_of_call(const RowsCall& call, int64_t n, int place, const float* powers) {
+INLINE Row row_of_call(const RowsCall& call, int64_t n, int place) {
     const Layout& layout = *call.layout;
     int64_t row = call.first + n;
     return {
@@ -157,7 +83,6 @@ INLINE Row row_of_call(const RowsCall& call, int64_t n, int place, const float* 
         call.inputs,
         call.slot + layout.scales + shared_row(row, layout.rows_per_scale) * layout.scale_row_bytes,
         layout.groups_per_scale,
-        powers,
         call.slot + layout.zeros + shared_row(row, layout.rows_per_zero) * layout.zero_row_bytes,
         call.slot + layout.groups + shared_row(row, layout.rows_per_group) * layout.group_row_bytes,
     };
@@ -174,8 +99,8 @@ INLINE void round_row(float* weights, int64_t inputs) {
 template <class F, class T>
 void expand(RowsCall* call) {
     for (int64_t n = 0; n < call->rows; n++) {
-        Row row = row_of_call(*call, n, 0, nullptr);
-        float* out = call->out + n * call->inputs;
+        Row row = row_of_call(*call, n, 0);
+        float* out = *call->out + n * call->inputs;
         F::prepare(row);
         expand_row<F>(row, out);
         round_row<T>(out, call->inputs);
@@ -188,70 +113,78 @@ void multiply_decoded(RowsCall* call) {
     float* weights = (float*)(call->scratch + ready_bytes(call->inputs));
     const int64_t K = call->inputs;
     for (int64_t n = 0; n < call->rows; n++) {
-        Row row = row_of_call(*call, n, 0, nullptr);
+        Row row = row_of_call(*call, n, 0);
         F::prepare(row);
         expand_row<F>(row, weights);
         round_row<T>(weights, K);
-        dot_row<1>(weights, 4 * K, K, call->block, call->carry, call->x, call->out + n);
+        for (int64_t t = 0; t < call->tokens; t++)
+            dot_row<1>(weights, 4 * K, K, call->block, call->carry, call->x[t], call->out[t] + n);
     }
 }
 
-template <class F, bool INTEGERS>
-void multiply(RowsCall* call) {
-    const float* powers = nullptr;
-    if constexpr (INTEGERS) powers = powers_of<F::packing>((const uint8_t*)call->x, call->inputs);
-    const int64_t row_bytes = call->layout->row_bytes;
-    int64_t n = 0;
-    for (; n + ROWS_AT_ONCE <= call->rows; n += ROWS_AT_ONCE) {
-        for (int i = 0; i < ROWS_AT_ONCE; i++) F::prepare(row_of_call(*call, n + i, i, powers));
-        Row rows[ROWS_AT_ONCE];  // made again: only the addresses that are used after `prepare`
-        each<ROWS_AT_ONCE>([&](auto i) INLINE_LAMBDA {
-            rows[i] = row_of_call(*call, n + i, i, powers);
-        });
-        bool more = n + ROWS_AT_ONCE < call->rows;
-        const uint8_t* ahead = more ? rows[0].codes + ROWS_AT_ONCE * row_bytes : call->next;
-        multiply_tile<F, ROWS_AT_ONCE, INTEGERS>(rows, call->x, *call, ahead, call->out + n);
-    }
-    for (; n < call->rows; n++) {
-        Row row = row_of_call(*call, n, 0, powers);
-        F::prepare(row);
-        const uint8_t* ahead = row.codes + row_bytes;
-        multiply_tile<F, 1, INTEGERS>(&row, call->x, *call, ahead, call->out + n);
-    }
-}
-
-inline int64_t no_packed_bytes(int64_t) { return 0; }
-
-// The code for an encoding with the weights as they are, in registers: multiplied as integers if
-// the format can.
 template <class F>
+INLINE void multiply_floats(const RowsCall& call, const float* x, float* out) {
+    const int64_t row_bytes = call.layout->row_bytes;
+    int64_t n = 0;
+    for (; n + ROWS_AT_ONCE <= call.rows; n += ROWS_AT_ONCE) {
+        for (int i = 0; i < ROWS_AT_ONCE; i++) F::prepare(row_of_call(call, n + i, i));
+        Row rows[ROWS_AT_ONCE];  // made again: only the addresses that are used after `prepare`
+        each<ROWS_AT_ONCE>([&](auto i) INLINE_LAMBDA { rows[i] = row_of_call(call, n + i, i); });
+        bool more = n + ROWS_AT_ONCE < call.rows;
+        const uint8_t* ahead = more ? rows[0].codes + ROWS_AT_ONCE * row_bytes : call.next;
+        multiply_tile<F, ROWS_AT_ONCE>(rows, x, call, ahead, out + n);
+    }
+    for (; n < call.rows; n++) {
+        Row row = row_of_call(call, n, 0);
+        F::prepare(row);
+        multiply_tile<F, 1>(&row, x, call, row.codes + row_bytes, out + n);
+    }
+}
+
+// Multiply with weights as they are, in float32.
+template <class F>
+void multiply(RowsCall* call) {
+    for (int64_t t = 0; t < call->tokens; t++)
+        multiply_floats<F>(*call, call->x[t], call->out[t]);
+}
+
+// The code for an encoding with the weights as they are, in registers: multiplied with inputs of so
+// many planes of bytes, or of float32.
+template <class F, int PLANES = 0>
 constexpr Format format_of() {
-    if constexpr (MultipliesIntegers<F>)
-        return {
-            [](RowsCall* call) { pack<F::packing>(call->x, call->inputs, (uint8_t*)call->out); },
-            multiply<F, true>,
-            expand<F, float>,
-            packed_bytes<F::packing>,
-        };
-    else
-        return {nullptr, multiply<F, false>, expand<F, float>, no_packed_bytes};
+    if constexpr (PLANES == 0) return {0, multiply<F>, expand<F, float>};
+    else return {PLANES, multiply_panels<F, PLANES>, expand<F, float>};
 }
 
 // The code for an encoding whose weights are decoded, and rounded to type T.
 template <class F, class T>
 constexpr Format decoded_format() {
-    return {nullptr, multiply_decoded<F, T>, expand<F, T>, no_packed_bytes};
+    return {0, multiply_decoded<F, T>, expand<F, T>};
 }
 
-// Define a format under the name of its encoding: format_NAME, and for weights that are decoded to
-// a type, format_NAME_TYPE.
-#define FORMAT(name, F)                                                         \
-    FORMAT_OF(name, greenroom::format_of<F>())                                  \
+#define FORMAT_OF(name, code) \
+    EXPORT const greenroom::Format format_##name = code;
+
+// Define a format for weights that are decoded to a type: format_NAME_TYPE.
+#define DECODED_FORMATS(name, F)                                                \
     FORMAT_OF(name##_float32, (greenroom::decoded_format<F, float>()))          \
     FORMAT_OF(name##_bfloat16, (greenroom::decoded_format<F, greenroom::BFloat16>())) \
     FORMAT_OF(name##_float16, (greenroom::decoded_format<F, greenroom::Float16>()))
 
-#define FORMAT_OF(name, code) \
-    EXPORT const greenroom::Format format_##name = code;
+// Define a format under the name of its encoding: format_NAME. It multiplies float32 inputs, or
+// inputs of 15 bits.
+#define FORMAT(name, F)                              \
+    FORMAT_OF(name, (greenroom::format_of<F>()))     \
+    DECODED_FORMATS(name, F)
+#define PACKED_FORMAT(name, F)                       \
+    FORMAT_OF(name, (greenroom::format_of<F, 2>()))  \
+    DECODED_FORMATS(name, F)
+
+// The same for an encoding of GGUF. It multiplies inputs of 8 bits; format_NAME_precise multiplies
+// inputs of 15 bits.
+#define GGUF_FORMAT(name, F)                                   \
+    FORMAT_OF(name, (greenroom::format_of<F, 1>()))            \
+    FORMAT_OF(name##_precise, (greenroom::format_of<F, 2>()))  \
+    DECODED_FORMATS(name, F)
 
 }  // namespace greenroom

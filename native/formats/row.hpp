@@ -12,37 +12,44 @@ namespace greenroom {
 SHARED(Layout,
     int64_t codes, row_bytes;
     int64_t scales, scale_row_bytes, groups_per_scale, rows_per_scale;  // groups of 32 inputs
-    int64_t packed_bytes;  // of an input row that is packed as integers; 0: it stays float32
     int64_t zeros, zero_row_bytes, rows_per_zero;
     int64_t groups, group_row_bytes, rows_per_group;
 )
 
 // One call of a format's code, for some rows of a matrix.
 //
-// pack:     convert the input row x [inputs] to integers, at `out`
-// expand:   decode rows to float32 out [rows, inputs]
-// multiply: compute the products out [rows] with x: a packed row if the format packs, else float32.
-//           `carry`: add them to out. `block`: inputs of a partial sum, `inputs` or 64.
+// multiply: compute the products out[t][0..rows] with x[t], t < tokens: a float32 row, or its
+//           packed groups if the format has planes. `carry`: add them to out. `block`: inputs of
+//           a partial sum of float32 products, `inputs` or 64
+// expand:   decode rows to float32 out[0] [rows, inputs]
 //
 // scratch:  scratch_bytes(inputs) bytes
 // next:     codes to prefetch after those of the last row
 SHARED(RowsCall,
     const uint8_t* slot;
     const Layout* layout;
-    int64_t inputs, first, rows, block, carry;
-    const float* x;
-    float* out;
+    int64_t inputs, first, rows, block, carry, tokens;
+    const float* const* x;
+    float* const* out;
     uint8_t* scratch;
     const uint8_t* next;
 )
 
 // The code for one encoding.
 struct Format {
-    void (*pack)(RowsCall*);
+    int64_t planes;  // of input rows that are packed as integers (inputs.hpp); 0: they are float32
     void (*multiply)(RowsCall*);
     void (*expand)(RowsCall*);
-    int64_t (*packed_bytes)(int64_t inputs);  // 0: input rows are not packed
 };
+
+// The row of a tensor that several rows of codes share.
+//
+// The division is a function of its own, since it takes as long as half a row of 4-bit codes: the
+// compiler would divide by 1 too.
+[[gnu::noinline, gnu::cold]] inline int64_t quotient(int64_t a, int64_t b) { return a / b; }
+INLINE int64_t shared_row(int64_t row, int64_t rows_per_row) {
+    return rows_per_row == 1 ? row : quotient(row, rows_per_row);
+}
 
 // Bytes of a row's scales and minima in float32: one of each for 16 inputs, and the overhang of two
 // vectors, which short rows fill in part.
@@ -62,26 +69,21 @@ struct Row {
     int64_t inputs;
     const uint8_t* scale;     // the row's first scale, if scales are a tensor of their own
     int64_t groups_per_scale; // groups of 32 inputs with one scale, if that differs between models
-    const float* powers;      // factors of the scales, or null
     const uint8_t* zero;
     const uint8_t* group;
 
     // The minima in float32, as many as scales, from number `first` on.
     INLINE float* minima(int64_t first = 0) const { return ready + ((inputs >> 4) + first); }
 
-    // Write 16 scales, or scales and minima, from number `at` of the row on. Only the powers of the
-    // first `left` are read. No store is masked: a load soon after it would have to wait.
-    INLINE void put(int64_t at, Floats scales, int64_t left = LANES) const {
-        if (powers) scales = scales * load_first<float>(powers + at, left);
-        store(ready + at, scales);
-    }
-    INLINE void put(int64_t at, Floats scales, const Floats& lows, int64_t left) const {
-        put(at, scales, left);
+    // Write 16 scales, or scales and minima, from number `at` of the row on. No store is masked: a
+    // load soon after it would have to wait.
+    INLINE void put(int64_t at, const Floats& scales) const { store(ready + at, scales); }
+    INLINE void put(int64_t at, const Floats& scales, const Floats& lows) const {
+        put(at, scales);
         store(minima() + at, lows);  // after the scales, whose last lanes may lie in its place
     }
     // Write the first eight of these.
-    INLINE void put_eight(int64_t at, Floats scales) const {
-        if (powers) scales = scales * joined(powers + at, 1.0f);
+    INLINE void put_eight(int64_t at, const Floats& scales) const {
         store_half(ready + at, scales, 0);
     }
 };

@@ -15,7 +15,7 @@ INLINE void prepare_contiguous(const Row& row, int shift, ToFloats floats) {
         if (left == LANES) return row.put(at, floats(place));
         E few[LANES] = {};
         for (int i = 0; i < left; i++) few[i] = read<E>(place + i * sizeof(E));
-        row.put(at, floats((const uint8_t*)few), left);
+        row.put(at, floats((const uint8_t*)few));
     });
 }
 
@@ -31,31 +31,31 @@ INLINE void prepare_repeated(const Row& row, float factor = 1) {
     }
 }
 
-// Write the scales at the start of blocks of 32 inputs, in BYTES bytes. put(at, words, left)
+// Write the scales at the start of blocks of 32 inputs, in BYTES bytes. put(at, words)
 // converts the first four bytes of 16 blocks.
 template <int BYTES, class Put>
 INLINE void prepare_in_blocks(const Row& row, Put put) {
     prepare_in_vectors(row.inputs / 32, [&](int64_t at, int64_t left) INLINE_LAMBDA {
         const uint8_t* place = row.codes + at * BYTES;
-        if (left == LANES) return put(at, gather_words(place, BYTES), LANES);
+        if (left == LANES) return put(at, gather_words(place, BYTES));
         uint32_t few[LANES] = {};
         for (int i = 0; i < left; i++) few[i] = read<uint32_t>(place + i * BYTES);
-        put(at, load<uint32_t>(few), left);
+        put(at, load<uint32_t>(few));
     });
 }
 
 // The same for a float16 scale, and for a float16 scale and minimum.
 template <int BYTES>
 INLINE void prepare_halves_in_blocks(const Row& row) {
-    prepare_in_blocks<BYTES>(row, [&](int64_t at, const Words& words, int64_t left) INLINE_LAMBDA {
-        row.put(at, low_halves_to_floats(words), left);
+    prepare_in_blocks<BYTES>(row, [&](int64_t at, const Words& words) INLINE_LAMBDA {
+        row.put(at, low_halves_to_floats(words));
     });
 }
 
 template <int BYTES>
 INLINE void prepare_pairs_in_blocks(const Row& row) {
-    prepare_in_blocks<BYTES>(row, [&](int64_t at, const Words& words, int64_t left) INLINE_LAMBDA {
-        row.put(at, low_halves_to_floats(words), low_halves_to_floats(words >> 16), left);
+    prepare_in_blocks<BYTES>(row, [&](int64_t at, const Words& words) INLINE_LAMBDA {
+        row.put(at, low_halves_to_floats(words), low_halves_to_floats(words >> 16));
     });
 }
 

@@ -18,49 +18,40 @@ INLINE const uint8_t* block_codes(const Row& row, int64_t at) {
     return row.codes + at / 32 * BYTES + (BYTES - 16);
 }
 
-// Split the codes of four blocks of BYTES bytes, of which `left` inputs exist; missing ones are 0.
-template <int BYTES>
-INLINE Halves four_blocks(const uint8_t* first, int64_t left) {
-    constexpr uint8_t zeros[16] = {};
-    auto place = [=](int i) { return left > 32 * i ? first + i * BYTES : zeros; };
-    return split_bytes(four_quarters<uint8_t>(first, place(1), place(2), place(3)));
-}
-
 // Codes of four bits in blocks of BYTES bytes.
 template <int BYTES>
 struct Blocks {
     static constexpr int block_inputs = 32, block_bytes = BYTES;
-    static constexpr bool paired = true;
+    static constexpr int span = 32, span_bytes = BYTES, largest = 15;
 
     INLINE static Codes codes(const Row& row, int64_t at) {
         return codes_in_halves(block_codes<BYTES>(row, at));
     }
-    INLINE static Halves codes_of_four(const Row& row, int64_t at, int64_t left) {
-        return four_blocks<BYTES>(block_codes<BYTES>(row, at), left);
+    INLINE static const uint8_t* block(const Panel& panel, int64_t at) {
+        return panel.codes + at / 32 * BYTES;
+    }
+    INLINE static Quads panel_codes(const Panel& panel, int64_t at) {
+        return quads_in_halves(transposed(block(panel, at) + BYTES - 16, panel.step));
     }
 };
 
 // scale * (code - 8)
 struct Q4_0 : Blocks<18> {
-    static constexpr Packing packing{.run = 16, .offset = 8, .largest = 15};
-
     INLINE static void prepare(const Row& row) { prepare_halves_in_blocks<18>(row); }
 
     INLINE static Weights decode(const Row& row, int64_t at) {
         return decode_symmetric(codes(row, at), row.ready[at / 32]);
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t left, Add add) {
-        joint_terms<packing>(row, at, x, left, codes_of_four(row, at, left), add);
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        Floats scale = low_halves_to_floats(gather_words(block(panel, at), panel.step));
+        sums.add(at / 32, panel_codes(panel, at), scale, scale * -8.0f);
     }
 };
 
 // scale * code + minimum
 struct Q4_1 : Blocks<20> {
-    static constexpr Packing packing{
-        .run = 16, .largest = 15, .minima = 4, .minimum_lanes = FOUR_MINIMA};
-
     INLINE static void prepare(const Row& row) { prepare_pairs_in_blocks<20>(row); }
 
     INLINE static Weights decode(const Row& row, int64_t at) {
@@ -70,22 +61,28 @@ struct Q4_1 : Blocks<20> {
         });
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t left, Add add) {
-        joint_terms<packing>(row, at, x, left, codes_of_four(row, at, left), add);
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        Words both = gather_words(block(panel, at), panel.step);
+        sums.add(at / 32, panel_codes(panel, at), low_halves_to_floats(both),
+                 low_halves_to_floats(both >> 16));
     }
 };
 
 // scale * number of the code
 struct GgufMxfp4 : Blocks<17> {
-    static constexpr Packing packing{.run = 16, .offset = TWICE_E2M1_OFFSET, .largest = 24};
+    static constexpr int largest = 24;
 
     // The scales are halves of e8m0 numbers: 2^(e - 128).
+    INLINE static Floats half_e8m0(const Words& words) {
+        Ints e = as<int32_t>(words & 255);
+        Ints small = choose(equal(e, 1), all<int32_t>(0x400000), all<int32_t>(0x200000));
+        return as<float>(choose(less(e, 2), small, (e - 1) << 23));
+    }
+
     INLINE static void prepare(const Row& row) {
-        prepare_in_blocks<17>(row, [&](int64_t at, const Words& words, int64_t left) INLINE_LAMBDA {
-            Ints e = as<int32_t>(words & 255);
-            Ints small = choose(equal(e, 1), all<int32_t>(0x400000), all<int32_t>(0x200000));
-            row.put(at, as<float>(choose(less(e, 2), small, (e - 1) << 23)), left);
+        prepare_in_blocks<17>(row, [&](int64_t at, const Words& words) INLINE_LAMBDA {
+            row.put(at, half_e8m0(words));
         });
     }
 
@@ -93,16 +90,17 @@ struct GgufMxfp4 : Blocks<17> {
         return decode_from_table(codes(row, at), twice_e2m1(0.0f), row.ready[at / 32]);
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t left, Add add) {
-        Halves codes = codes_of_four(row, at, left);
-        joint_terms<packing>(row, at, x, left, e2m1_bytes(codes), add);
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        Floats scale = half_e8m0(gather_words(block(panel, at), panel.step));
+        Quads codes = looked_up(TWICE_E2M1, panel_codes(panel, at));
+        sums.add(at / 32, codes, scale, scale * -TWICE_E2M1_OFFSET);
     }
 };
 
 // scale * number of the code
 struct Iq4Nl : Blocks<18> {
-    static constexpr Packing packing{.run = 16, .offset = IQ4_OFFSET};
+    static constexpr int largest = 240;
 
     INLINE static void prepare(const Row& row) { prepare_halves_in_blocks<18>(row); }
 
@@ -110,9 +108,11 @@ struct Iq4Nl : Blocks<18> {
         return decode_from_table(codes(row, at), iq4_numbers(), row.ready[at / 32]);
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t left, Add add) {
-        joint_terms<packing>(row, at, x, left, iq4_bytes(codes_of_four(row, at, left)), add);
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        Floats scale = low_halves_to_floats(gather_words(block(panel, at), panel.step));
+        Quads codes = looked_up(IQ4, panel_codes(panel, at));
+        sums.add(at / 32, codes, scale, scale * -IQ4_OFFSET);
     }
 };
 
@@ -120,7 +120,7 @@ struct Iq4Nl : Blocks<18> {
 template <int BYTES>
 struct FiveBits {
     static constexpr int block_inputs = 32, block_bytes = BYTES;
-    static constexpr bool paired = true;
+    static constexpr int span = 32, span_bytes = BYTES, largest = 31;
 
     // Load the codes of 32 inputs, converted to float32.
     INLINE static Weights codes(const Row& row, int64_t at) {
@@ -130,25 +130,27 @@ struct FiveBits {
                  to_floats((four >> 4) | where_bits(read<uint16_t>(place - 2), 16))}};
     }
 
-    INLINE static Halves codes_of_four(const Row& row, int64_t at, int64_t left) {
-        const uint8_t* place = block_codes<BYTES>(row, at);
-        Halves four = four_blocks<BYTES>(place, left);
-        FourWords fifth;
-        if (left == 128) {
-            fifth = four_words(place - 4, BYTES);
-        } else {
-            uint32_t few[4] = {};
-            for (int i = 0; 32 * i < left; i++) few[i] = read<uint32_t>(place - 4 + i * BYTES);
-            fifth = read<FourWords>(few);
-        }
-        return {plus_bits(four.low, fifth, false, 16), plus_bits(four.high, fifth, true, 16)};
+    INLINE static const uint8_t* block(const Panel& panel, int64_t at) {
+        return panel.codes + at / 32 * BYTES;
+    }
+
+    // Bits 4 q to 4 q + 3 of a word are the fifth bits of part q.
+    INLINE static Quads panel_codes(const Panel& panel, int64_t at) {
+        const uint8_t* place = block(panel, at) + BYTES - 20;
+        Words fifth = gather_words(place, panel.step);
+        Quads codes = quads_in_halves(transposed(place + 4, panel.step));
+        each<8>([&](auto q) INLINE_LAMBDA {
+            Words bits = (fifth >> 4 * q) & 15;
+            // Bit i moves to bit 8 i + 4, and its other copies are masked.
+            Words spread = (bits << 4 | bits << 11 | bits << 18 | bits << 25) & 0x10101010;
+            codes.part[q] = codes.part[q] | as<uint8_t>(spread);
+        });
+        return codes;
     }
 };
 
 // scale * (code - 16)
 struct Q5_0 : FiveBits<22> {
-    static constexpr Packing packing{.run = 16, .offset = 16, .largest = 31};
-
     INLINE static void prepare(const Row& row) { prepare_halves_in_blocks<22>(row); }
 
     INLINE static Weights decode(const Row& row, int64_t at) {
@@ -157,17 +159,15 @@ struct Q5_0 : FiveBits<22> {
         return weights_of((code.part[0] - 16) * scale, (code.part[1] - 16) * scale);
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t left, Add add) {
-        joint_terms<packing>(row, at, x, left, codes_of_four(row, at, left), add);
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        Floats scale = low_halves_to_floats(gather_words(block(panel, at), panel.step));
+        sums.add(at / 32, panel_codes(panel, at), scale, scale * -16.0f);
     }
 };
 
 // scale * code + minimum
 struct Q5_1 : FiveBits<24> {
-    static constexpr Packing packing{
-        .run = 16, .largest = 31, .minima = 4, .minimum_lanes = FOUR_MINIMA};
-
     INLINE static void prepare(const Row& row) { prepare_pairs_in_blocks<24>(row); }
 
     INLINE static Weights decode(const Row& row, int64_t at) {
@@ -177,17 +177,18 @@ struct Q5_1 : FiveBits<24> {
                           fma(scale, code.part[1], minimum));
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t left, Add add) {
-        joint_terms<packing>(row, at, x, left, codes_of_four(row, at, left), add);
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        Words both = gather_words(block(panel, at), panel.step);
+        sums.add(at / 32, panel_codes(panel, at), low_halves_to_floats(both),
+                 low_halves_to_floats(both >> 16));
     }
 };
 
 // Signed bytes times a scale.
 struct Q8_0 {
     static constexpr int block_inputs = 32, block_bytes = 34;
-    static constexpr Packing packing{};
-    static constexpr bool paired = false;
+    static constexpr int span = 32, span_bytes = 34, largest = 255;
 
     INLINE static void prepare(const Row& row) { prepare_halves_in_blocks<34>(row); }
 
@@ -195,24 +196,22 @@ struct Q8_0 {
         return decode_bytes(row.codes + at / 32 * block_bytes + 2, row.ready[at / 32]);
     }
 
-    template <class Add>
-    INLINE static void terms(const Row& row, int64_t at, const Inputs& x, int64_t left, Add add) {
-        const uint8_t* first = row.codes + at / 32 * block_bytes + 2;
-        each<2>([&](auto i) INLINE_LAMBDA {
-            if (left <= 32 * i) return;
-            Ints sums = dot_shorts(load_shorts(first + block_bytes * i), x.shorts(i));
-            add(constant<0>, to_floats(sums), all(row.ready[at / 32 + i]));
-        });
+    // The codes are shifted by 128, so that they have no sign.
+    template <class S>
+    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
+        const uint8_t* block = panel.codes + at / 32 * block_bytes;
+        Floats scale = low_halves_to_floats(gather_words(block, panel.step));
+        sums.add(at / 32, shifted_bytes(block + 2, panel.step), scale, scale * -128.0f);
     }
 };
 
 }  // namespace
 }  // namespace greenroom
 
-FORMAT(q8_0, greenroom::Q8_0)
-FORMAT(q4_0, greenroom::Q4_0)
-FORMAT(q4_1, greenroom::Q4_1)
-FORMAT(q5_0, greenroom::Q5_0)
-FORMAT(q5_1, greenroom::Q5_1)
-FORMAT(gguf_mxfp4, greenroom::GgufMxfp4)
-FORMAT(iq4_nl, greenroom::Iq4Nl)
+GGUF_FORMAT(q8_0, greenroom::Q8_0)
+GGUF_FORMAT(q4_0, greenroom::Q4_0)
+GGUF_FORMAT(q4_1, greenroom::Q4_1)
+GGUF_FORMAT(q5_0, greenroom::Q5_0)
+GGUF_FORMAT(q5_1, greenroom::Q5_1)
+GGUF_FORMAT(gguf_mxfp4, greenroom::GgufMxfp4)
+GGUF_FORMAT(iq4_nl, greenroom::Iq4Nl)

@@ -175,6 +175,7 @@ def _proof(args: argparse.Namespace, progress: Progress) -> None:
         fields["layer_difference"], fields["grouped_mm_layer_difference"] = (
             verdict.layer_differences
         )
+        fields["eight_bits"] = verdict.eight_bits
         print(json.dumps({**fields, "layers_as_stored": verdict.as_stored, "failed": failed}))
     else:
         print(_difference(verdict))
@@ -183,9 +184,10 @@ def _proof(args: argparse.Namespace, progress: Progress) -> None:
             f"{len(failed)} of {len(verdict.checks)} comparisons failed, first: {failed[0]}"
         )
     if not verdict.near:
+        lost = ", or lose more than 3 % to inputs of 8 bits" if verdict.eight_bits else ""
         raise VerifyError(
             f"the {verdict.kernels} kernels differ from transformers' eager experts by more than"
-            " twice as much as transformers' grouped_mm does"
+            f" twice as much as transformers' grouped_mm does{lost}"
         )
     if not args.json:
         print(
@@ -200,6 +202,12 @@ def _difference(verdict: Verdict) -> str:
     stored = " on weights as stored" if verdict.as_stored else ""
     line = f"{verdict.kernels} kernels, largest difference from transformers' eager{stored}:"
     layers = f"{ours:.3g} in a layer's output"
+    if verdict.eight_bits is not None:
+        difference, share = verdict.eight_bits
+        layers += (
+            f" with inputs of 15 bits (--kernels precise), {difference:.3g} with 8 bits,"
+            f" which change {share:.1%} of it"
+        )
     if not verdict.entire_model:
         return f"{line} {layers} (transformers' grouped_mm: {grouped_mm:.3g})"
     logits = f"{verdict.max_logit_difference:.3g} in logits"

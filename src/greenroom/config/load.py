@@ -71,7 +71,8 @@ class LoadConfig(SchedulerConfig):
     )  # fmt: skip
     kernels: str = option(
         "auto", "implementation of the experts' computation: native is C++ for the CPU,"
-        " rounded is native with weights rounded as transformers rounds them, triton is for GPUs,"
+        " precise is native with inputs of 15 bits, not 8, for GGUF's types, rounded is native with"
+        " weights rounded as transformers rounds them, triton is for GPUs,"
         " and eager has the bits of transformers' eager experts but is slower; auto is native or"
         " triton",
         None, KERNELS, group=MACHINE,

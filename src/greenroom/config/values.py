@@ -8,7 +8,7 @@ DEVICES = ("auto", "cpu", "cuda", "fake")
 KV = ("dynamic", "fp8", "int4", "int2", "offloaded")
 WORKER, INLINE = "worker", "inline"
 PREDICT_IN = ("auto", WORKER, INLINE)
-KERNELS = ("auto", "eager", "native", "rounded", "triton")
+KERNELS = ("auto", "eager", "native", "precise", "rounded", "triton")
 
 
 def parse_device(device: str) -> tuple[str, tuple[int, ...]]:

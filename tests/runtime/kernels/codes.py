@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from greenroom.core.layout import BLOCKS, SlotLayout
+from greenroom.core.layout import BLOCKS, PLAIN, SlotLayout
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.matrix import has_format
@@ -52,6 +52,8 @@ STYLES = (
     Style("indexed4", "float16"),
     Style("indexed8", "float32"),
 )
+# Encodings that multiply inputs of float32.
+FLOATS = ("iq1", "iq2", "iq3", "tq", "symmetric", "affine", "indexed", "fp8", PLAIN)
 # Every affine encoding with every type of scales and codes.
 AFFINE_STYLES = tuple(
     Style(f"{kind}{bits}", scales, (1, group), codes)
@@ -59,6 +61,14 @@ AFFINE_STYLES = tuple(
     for bits, codes in ((4, "int32"), (8, "int32"), (8, "int8"))
     for scales, group in (("float32", 32), ("bfloat16", 64), ("float16", 32))
 )
+
+
+def planes_of(style: Style, kernels: str = "native") -> int:
+    """Planes of bytes of packed inputs; 0: they are float32."""
+    wide = style.name == "int4" and style.share[1] > 32
+    if kernels == "rounded" or style.name.startswith(FLOATS) or wide:
+        return 0
+    return 1 if kernels == "native" and style.name in (*GGML, "gguf_nvfp4_scaled") else 2
 
 
 def tensors_of(

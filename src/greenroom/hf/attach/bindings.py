@@ -32,6 +32,7 @@ from greenroom.runtime.forward import (
 from greenroom.runtime.kernels.approximate import ApproximateKernel
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.cpu import CpuKernel
+from greenroom.runtime.kernels.cpu_layer import layer_plan
 from greenroom.runtime.kernels.dense.accelerate import Accelerated, accelerate
 from greenroom.runtime.kernels.dense.stored import restore_weights
 from greenroom.runtime.kernels.layer import LayerExperts
@@ -82,7 +83,7 @@ class Bindings:
         """
         if isinstance(self.kernel, CpuKernel):
             self.accelerated = accelerate(
-                model, append_token, experts_with_residual, self.kernel.rounded
+                model, append_token, experts_with_residual, self.kernel.name
             )
         else:
             restore_weights(model)
@@ -174,6 +175,15 @@ class Bindings:
     def experts(self) -> list[LayerExperts]:
         """Return every MoE layer's experts, with the layout of their weights in the cache."""
         return [getattr(module, BINDING).experts for module in self.modules]
+
+    @property
+    def has_eight_bit_inputs(self) -> bool:
+        """Return whether compiled kernels round the inputs of any experts to 8 bits."""
+        kernel = self.kernel
+        if not isinstance(kernel, CpuKernel):
+            return False
+        plans = [layer_plan(each, kernel.name) for each in self.experts if kernel.supports(each)]
+        return any(1 in (plan.up_planes, plan.down_planes) for plan in plans)
 
     def batch_invariant(self) -> AbstractContextManager[None]:
         """Return a context in which batching does not change a token's result.

@@ -13,6 +13,7 @@ rounding of transformers, which converts the values to the model's dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,6 +62,16 @@ class LayerCheck:
         return max(
             distance(module(*i), r) for i, r in zip(self.inputs, self.reference, strict=True)
         )
+
+    def share(self, model: PreTrainedModel) -> float:
+        """Return the norm of the differences from `reference`, as a share of its own norm."""
+        module = model.get_submodule(self.name)
+        outputs = [module(*each).double() for each in self.inputs]
+        lost = sum(
+            float((out - r.double()).square().sum())
+            for out, r in zip(outputs, self.reference, strict=True)
+        )
+        return math.sqrt(lost / sum(float(r.double().square().sum()) for r in self.reference))
 
 
 @torch.inference_mode()

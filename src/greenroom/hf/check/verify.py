@@ -8,7 +8,9 @@ Three claims are checked:
   and in every order in which experts arrive. The run that others are compared with has every expert
   in memory; if the model does not fit, its cache has the size that the caller gives.
 - The layer outputs of these kernels differ from those of the eager forward at most twice as much as
-  those of transformers' `grouped_mm` (one_layer.py has the details).
+  those of transformers' `grouped_mm` (one_layer.py has the details). Kernels that round inputs to 8
+  bits are judged by `precise`, the same products with inputs of 15 bits; and what their outputs
+  lose may be at most 3 % of them, by norm.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.memory.system import available_bytes, release_memory
 
 PROMPT = "Once upon a time, in a theatre by the sea, the actors waited behind the stage: "
+EIGHT_BITS_SHARE = 0.03  # of a layer's output that inputs of 8 bits may change; 0.007 is usual
 ROOM = 1.3  # times its bytes: an entire model needs memory for activations too
 
 Report = Callable[[str], None]
@@ -53,6 +56,9 @@ class Verdict:
     layer_differences: largest difference from eager of the outputs of layers with equal inputs, for
         the judged kernels and for grouped_mm. The kernels are judged by layers, since a router with
         nearly equal scores makes logits differ by a lot
+    eight_bits: if the judged kernels round inputs to 8 bits: the largest difference of their layer
+        outputs, and the share of a layer's output that is lost. `layer_differences` is then that of
+        the same products with inputs of 15 bits
     as_stored: whether the eager layers had weights as stored, not rounded to the model's dtype
     resolution: one unit in the last place of the largest layer output
     checks: each comparison that must be bit-identical, and whether it passed
@@ -64,6 +70,7 @@ class Verdict:
     grouped_mm_difference: float = 0.0
     kernels: str = ""
     layer_differences: tuple[float, float] = (0.0, 0.0)
+    eight_bits: tuple[float, float] | None = None
     as_stored: bool = False
     resolution: float = 0.0
     checks: list[tuple[str, bool]] = field(default_factory=list)
@@ -77,6 +84,8 @@ class Verdict:
     def near(self) -> bool:
         """Return whether kernels differ from eager at most twice as much as grouped_mm."""
         ours, grouped_mm = self.layer_differences
+        if self.eight_bits is not None and self.eight_bits[1] > EIGHT_BITS_SHARE:
+            return False
         return ours <= max(2 * grouped_mm, self.resolution)
 
 
@@ -261,6 +270,11 @@ class _Trial:
         """Measure the judged kernels' distance to transformers' eager."""
         verdict = self.verdict
         ours = max(layer.distance(model) for layer in self.layers)
+        if model.greenroom.bindings.has_eight_bit_inputs:
+            share = max(layer.share(model) for layer in self.layers)
+            verdict.eight_bits = ours, share
+            with streamed_model(self.source, replace(self.config, kernels="precise")) as precise:
+                ours = max(layer.distance(precise) for layer in self.layers)
         grouped_mm = max(layer.grouped_mm for layer in self.layers)
         verdict.layer_differences = ours, grouped_mm
         verdict.as_stored = any(layer.reference is not layer.expected for layer in self.layers)

@@ -58,7 +58,7 @@ def load(
     disk_tables: least size of an input embedding that stays on disk, "64MiB", or "off"
     device: auto (cuda if torch has it), cpu, cuda, "cuda:0,cuda:1", fake (for tests)
     dtype: dtype to compute in: auto (that of the checkpoint), bfloat16, float16, float32
-    kernels: code that computes the experts: auto, eager (as transformers), native, rounded, triton
+    kernels: code for experts: auto, eager (as transformers), native, precise, rounded, triton
     config: of a GGUF file, the folder, file or hub id with the original config and tokenizer
     threads: number of threads that compute on the CPU
     readers: number of threads that read experts from disk

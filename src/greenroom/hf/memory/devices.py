@@ -11,7 +11,7 @@ from greenroom.runtime.cuda.engine import Cuda, Engine
 from greenroom.runtime.kernels.native.library import library, missing_reason
 from greenroom.runtime.kernels.table import GPU_KERNEL
 
-COMPILED = "native", "rounded"  # kernels that read dense matrices as they are stored
+COMPILED = "native", "precise", "rounded"  # kernels that read dense matrices as they are stored
 IN_FLIGHT = 2  # chunks that are copied to a GPU at a time: queued copies cannot be cancelled
 LINKS = ("disk -> host", "host -> device")
 

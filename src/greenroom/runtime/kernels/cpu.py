@@ -5,11 +5,11 @@ registers and multiplied. Values are rounded where transformers' eager experts r
 (quantised) weights are decoded in registers too, to the values of their format (matrix.py).
 
 An element of the result depends only on its token, the token's experts and their weights, not on
-the group, the slot, the batch or the number of threads. Encoded experts are an exception: if an
-expert has few tokens, they are multiplied one by one, as integers. So the bits depend on the batch,
-unless `batch_invariant` is active. The down projection is summed in blocks of 64 intermediate
-channels. So an expert can be cut between blocks into segments that are computed one after another,
-without changing a bit.
+the group, the slot, the batch or the number of threads. Encodings without integer products are an
+exception: if an expert has few tokens, they are multiplied one by one. So the bits depend on the
+batch, unless `batch_invariant` is active. The down projection is summed in blocks of 64
+intermediate channels, or of 32 as integers. So an expert can be cut between blocks into segments
+that are computed one after another, without changing a bit.
 
 The eager kernel computes layers without a compiled product (`LayerExperts.fallback_reason`), and by
 default float32 models. Compiled float32 code would differ from eager in the order of summation; so
@@ -33,6 +33,7 @@ from greenroom.runtime.kernels.activation import RAW
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.cpu_layer import CpuLayerPlan, layer_plan
 from greenroom.runtime.kernels.launch import sequence
+from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.native.library import library
 from greenroom.runtime.kernels.routing import Routing
@@ -52,7 +53,7 @@ class CpuStep(base.KernelStep):
     """
 
     __slots__ = (
-        *("addresses", "buffer", "input", "kernel", "narrow", "out", "plan", "result"),
+        *("addresses", "buffer", "input", "kernel", "narrow", "out", "packed", "plan", "result"),
         *("routing_call", "sums"),
     )
     supports_segments = True
@@ -61,12 +62,16 @@ class CpuStep(base.KernelStep):
         self, kernel: CpuKernel, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> None:
         super().__init__(layer, x, routing, weights)
-        self.kernel, self.plan = kernel, layer_plan(layer, kernel.rounded)
+        self.kernel, self.plan = kernel, layer_plan(layer, kernel.name)
         self.result: Tensor | None = None  # set if it was computed with the last group
         # One token is not converted here: torch's conversion takes longer than the kernel's own.
         self.narrow = len(x) == 1 and x.dtype is layer.dtype and x.is_contiguous()
         wide = x if self.narrow else x.float().contiguous()
         self.input = wide  # kept alive: kernel entries read it until the last group
+        self.packed: Tensor | None = None
+        if self.plan.up_planes and not self.narrow:
+            self.packed = torch.empty_like(wide)
+            pack_rows(wide, self.packed, self.plan.up_planes)
         (tokens, top_k), entries, count = routing.shape, len(routing.rows), len(routing.experts)
         act = entries * layer.width
         self.out = act + entries * layer.inner
@@ -112,7 +117,7 @@ class CpuStep(base.KernelStep):
         If the slots hold a segment of each expert, the segment must have a multiple of 64 channels
         of the intermediate dimension.
         """
-        plan = layer_plan(layer, self.kernel.rounded)
+        plan = layer_plan(layer, self.kernel.name)
         self._compute(plan, layer, experts, slots, accumulate)
 
     def _compute(
@@ -259,6 +264,7 @@ class CpuStep(base.KernelStep):
             sequential_rows=self.kernel.sequential_rows,
             narrow=self.narrow,
             x=x,
+            packed=None if self.packed is None else self.packed.data_ptr(),
             mid=mid,
             act=act,
             out=out,
@@ -281,6 +287,8 @@ class CpuStep(base.KernelStep):
             h = self._buffer_matrix(at * layer.width, count, layer.width)
             act = self._buffer_matrix(start + at * layer.inner, count, layer.inner)
             act.copy_(layer.activate(h.to(dtype)))
+            if self.plan.down_planes:
+                pack_rows(act, act, self.plan.down_planes)
 
     def _norm(self, norm: Callable[[Tensor], Tensor]) -> None:
         """Round the outputs, add biases and apply the post-expert norm, in place."""
@@ -295,28 +303,37 @@ class CpuStep(base.KernelStep):
         out[rows] = norm(h).float()
 
 
-class CpuKernel(Kernel):
-    """The compiled expert kernel on the CPU: `kernels="native"` and `kernels="rounded"`."""
+def pack_rows(x: Tensor, out: Tensor, planes: int) -> None:
+    """Pack rows of float32 inputs [rows, columns] as integers, into `out` of the same size."""
+    rows, columns = x.shape
+    call = library().structure("PackCall")(
+        planes=planes, rows=rows, columns=columns, x=x.data_ptr(), out=out.data_ptr()
+    )
+    kernel_entry("pack_rows")(ctypes.addressof(call), rows * columns > _SERIAL)
 
-    def __init__(self, float32: bool = False, rounded: bool = False) -> None:
+
+class CpuKernel(Kernel):
+    """The compiled expert kernel on the CPU: `kernels="native"`, `"precise"` or `"rounded"`."""
+
+    def __init__(self, name: str = "native", float32: bool = False) -> None:
         """Make a compiled CPU kernel for experts.
 
+        name: native; precise, with inputs of 15 bits also for types of GGUF; or rounded, which
+              rounds encoded weights to the model's type before use, as transformers does when it
+              dequantises a checkpoint: the outputs are then bit for bit those of that checkpoint
         float32: compute float32 models too, not with the eager kernel
-        rounded: round encoded weights to the model's type before use, as transformers does when it
-                 dequantises a checkpoint; the outputs are then bit for bit those of that checkpoint
         """
-        self.name = "rounded" if rounded else "native"
-        # Up to so many tokens, an encoded expert's tokens are multiplied one by one.
+        self.name, self._float32 = name, float32
+        # Up to so many tokens, an encoded expert's float32 inputs are multiplied one by one.
         self.sequential_rows = FEW
-        self.rounded, self._float32 = rounded, float32
         self._local = threading.local()
 
     @contextmanager
     def batch_invariant(self) -> Iterator[None]:
         """Return a context in which expert outputs have the same bits in any batch.
 
-        Outside of the context the bits of encoded (quantised) experts depend on the number of
-        tokens per expert.
+        Outside of the context the bits of encodings without integer products depend on the number
+        of tokens per expert.
         """
         before, self.sequential_rows = self.sequential_rows, _ALL
         try:

@@ -19,23 +19,29 @@ class CpuLayerPlan:
 
     experts: the layer's experts as kernels read them (native/experts.hpp)
     scratch: bytes of scratch memory that a thread needs
+    up_planes, down_planes: planes of packed input rows (`MatrixProduct`) of the projections; 0:
+                            none is packed
     """
 
     __slots__ = (
-        *("activation", "experts", "group_entry", "matrices", "norm_entry", "rounded", "scratch"),
+        *("activation", "experts", "group_entry", "matrices", "kernels", "norm_entry", "scratch"),
         *("down_bias", "group_type", "routing_type", "sum_entry", "sum_type", "up_bias"),
+        *("down_planes", "up_planes"),
     )
 
-    def __init__(self, layer: LayerExperts, rounded: bool = False) -> None:
+    def __init__(self, layer: LayerExperts, kernels: str = "native") -> None:
         self.activation: Activation = find_activation(layer)
-        self.rounded = rounded
+        self.kernels = kernels
         weights = layer.up_weight, layer.down_weight
         encoded = any(weight.encoding != PLAIN for weight in weights)
         self.group_entry: KernelEntry = kernel_entry("compute_group", layer.dtype)
         self.sum_entry: KernelEntry = kernel_entry("sum_experts", layer.dtype)
         self.norm_entry: KernelEntry = kernel_entry("add_and_norm", layer.dtype)
-        pairs = [products_of(w, layer.dtype, rounded) for w in weights] if encoded else []
+        pairs = [products_of(w, layer.dtype, kernels) for w in weights] if encoded else []
         self.matrices = [pairs[0][0], pairs[1][0], pairs[0][1]] if encoded else []
+        self.up_planes = max((each.planes for each in self.matrices[::2]), default=0)
+        self.down_planes = self.matrices[1].planes if encoded else 0
+        assert len({each.planes for each in self.matrices} - {0}) <= 1  # inputs are packed once
         self.up_bias, self.down_bias = layer.up_bias, layer.down_bias
         structure = library().structure
         self.group_type, self.sum_type = structure("GroupCall"), structure("SumCall")
@@ -62,11 +68,11 @@ class CpuLayerPlan:
             place.format, place.layout = matrix.arguments
 
 
-def layer_plan(layer: LayerExperts, rounded: bool = False) -> CpuLayerPlan:
+def layer_plan(layer: LayerExperts, kernels: str = "native") -> CpuLayerPlan:
     """Return an MoE layer's compiled CPU entries and arguments, built at the first call.
 
-    `rounded`: encoded weights are rounded to the model's data type before use.
+    kernels: native, precise or rounded (matrix.py)
     """
-    if not isinstance(layer.plan, CpuLayerPlan) or layer.plan.rounded != rounded:
-        layer.plan = CpuLayerPlan(layer, rounded)
+    if not isinstance(layer.plan, CpuLayerPlan) or layer.plan.kernels != kernels:
+        layer.plan = CpuLayerPlan(layer, kernels)
     return layer.plan

@@ -1,16 +1,18 @@
 """Compiled products of encoded weight matrices, and checks of which matrices have one.
 
-By default a weight has its format's value in float32: code times scale. A few tokens are multiplied
-with integers where the format has such a product (native/formats/integers.hpp). Integer products
-round an input only if it is below a 64th of the largest of its 32 neighbours, to 2^-15 of that
-neighbour. The error is less than one rounding of the sum to 16 bits, and transformers' grouped_mm
-does one such rounding more.
+By default a weight has its format's value in float32: code times scale. Most formats multiply
+integers (native/formats/panels.hpp): 32 inputs share a scale and are rounded to integers. Types of
+GGUF take inputs of 8 bits, as ggml does: the error of an input is at most 1/254 of the largest of
+its 32 neighbours. `kernels="precise"` gives them the 15 bits that other formats always have: inputs
+are rounded only if they are below a 64th of the largest of their neighbours, to 2^-15 of that one.
+This error is less than one rounding of the sum to 16 bits, and transformers' grouped_mm does one
+such rounding more.
 
 `kernels="rounded"` rounds weights to the model's type first, as transformers does when it
 dequantises a checkpoint, and its products are bit for bit those of the decoded matrix. Weights of
 int8 and q8_0 have up to 19 significant bits, weights of int4 and q4_0 up to 14; bfloat16 has 8. If
 rounding changes no weight (`is_exact`), both ways have the same weights: MXFP4 in bfloat16 has two
-significant bits times a power of two.
+significant bits times a power of two, and `rounded` is `precise`.
 """
 
 from __future__ import annotations
@@ -39,17 +41,19 @@ class MatrixProduct:
     """The compiled code that multiplies a weight matrix, and its arguments for the matrix.
 
     arguments: addresses of the code and of the description of the matrix's layout
-    packs_input: does the code convert its input row to integers?
+    planes: planes of bytes of an input row that is packed as integers (native/formats/inputs.hpp);
+            0: input rows stay float32
     """
 
-    __slots__ = ("_layout", "_product", "arguments", "packs_input")
+    __slots__ = ("_layout", "_product", "arguments", "planes")
 
     def __init__(
-        self, weight: WeightSpec, dtype: torch.dtype, rounded: bool = False, first: int = 0
+        self, weight: WeightSpec, dtype: torch.dtype, kernels: str = "native", first: int = 0
     ) -> None:
         """Choose a weight matrix's compiled product, and describe the matrix for kernels.
 
-        rounded: round weights to `dtype`, the model's type, before use, as transformers does
+        dtype: the model's type
+        kernels: native, precise or rounded
         first: the number that kernels give to the matrix's first row; not 0 only if the matrix is
                an up projection whose encoding is another than gate's
         """
@@ -63,15 +67,16 @@ class MatrixProduct:
             *((c.offset, c.nbytes // c.shape[0], rows // c.shape[0]) for c in companions),
             *[(values.offset, 0, 1)] * 3,
         ][:3]
-        self._product, packed = _format(weight, dtype, rounded)
+        self._product = _format(weight, dtype, kernels)
         self._layout = array(
             "q",
             [
                 *(values.offset - first * row_bytes, row_bytes, *scale[:2], share, scale[2]),
-                *(packed, *other, *index),
+                *other,
+                *index,
             ],
         )
-        self.packs_input = packed > 0
+        self.planes = int(self._product.planes)
         self.arguments = ctypes.addressof(self._product), self._layout.buffer_info()[0]
 
 
@@ -80,36 +85,39 @@ def is_exact(weight: WeightSpec, dtype: torch.dtype) -> bool:
     return all((half.encoding, dtype) in _NUMBERS for half in weight.halves)
 
 
-def products_of(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> list[MatrixProduct]:
+def products_of(weight: WeightSpec, dtype: torch.dtype, kernels: str) -> list[MatrixProduct]:
     """Return the compiled products of a matrix's first and second half of rows.
 
     Both are the same object, unless gate and up projection have different encodings.
     """
     if len(weight.halves) == 1:
-        return [MatrixProduct(weight, dtype, rounded)] * 2
+        return [MatrixProduct(weight, dtype, kernels)] * 2
     gate, up = weight.halves
     return [
-        MatrixProduct(gate, dtype, rounded),
-        MatrixProduct(up, dtype, rounded, first=gate.shape[0]),
+        MatrixProduct(gate, dtype, kernels),
+        MatrixProduct(up, dtype, kernels, first=gate.shape[0]),
     ]
 
 
 class Format(ctypes.Structure):
-    """The addresses of a format's code (native/formats/row.hpp)."""
+    """A format's planes, and the addresses of its code (native/formats/row.hpp)."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("pack", "multiply", "expand", "packed_bytes")]
+    _fields_ = [
+        ("planes", ctypes.c_int64),
+        ("multiply", ctypes.c_void_p),
+        ("expand", ctypes.c_void_p),
+    ]
 
 
-PACKED_BYTES = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
-
-
-def _format(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Format, int]:
-    """Return (a matrix's format, bytes of an input row that is packed for it; 0: not packed)."""
-    name = format_name(weight)
-    decoded = name == PLAIN or (rounded and not is_exact(weight, dtype))
-    address = library().address(format_symbol(name, dtype if decoded else None))
-    form = Format.from_address(address)
-    return form, PACKED_BYTES(form.packed_bytes)(weight.shape[1])
+def _format(weight: WeightSpec, dtype: torch.dtype, kernels: str) -> Format:
+    """Find the format that multiplies a matrix."""
+    name, exact = format_name(weight), is_exact(weight, dtype)
+    symbol = format_symbol(name)
+    if name == PLAIN or (kernels == "rounded" and not exact):
+        symbol = format_symbol(name, dtype)
+    elif kernels != "native" and library().address(f"{symbol}_precise"):
+        symbol = f"{symbol}_precise"
+    return Format.from_address(library().address(symbol))
 
 
 def format_symbol(name: str, dtype: torch.dtype | None = None) -> str:

@@ -15,7 +15,8 @@ from greenroom.runtime.kernels.layer import LayerExperts
 KERNELS: dict[str, Callable[[], Kernel]] = {
     "eager": EagerKernel,
     "native": CpuKernel,
-    "rounded": partial(CpuKernel, rounded=True),
+    "precise": partial(CpuKernel, "precise"),
+    "rounded": partial(CpuKernel, "rounded"),
 }
 GPU_KERNEL = "triton"  # imported when it is used: only GPUs need its library
 
@@ -36,7 +37,7 @@ def describe_kernel(chosen: Kernel, layers: Iterable[LayerExperts], fallback: st
 
 
 def make_kernel(name: str) -> Kernel:
-    """Make the expert kernel that a name selects: eager, native, rounded or triton.
+    """Make the expert kernel that a name selects: eager, native, precise, rounded or triton.
 
     Raises UnknownName, whose message lists the names, and UsageError for triton if Triton is not
     installed.

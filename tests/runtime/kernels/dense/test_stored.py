@@ -63,7 +63,7 @@ def pair(stored: StoredMatrix, bias: bool = True) -> nn.ModuleList:
 def test_an_encoded_layer_has_the_bits_of_the_expanded_layer(style: Style) -> None:
     model = pair(matrix(style))
     stored, expanded = model
-    done = accelerate(model, rounded=True)
+    done = accelerate(model, kernels="rounded")
     assert done.counts == {"linear": 2}
     for rows in (1, 2, 4, FEW, FEW + 1, 40):
         x = torch.randn(rows, COLUMNS).bfloat16()
@@ -80,7 +80,7 @@ def test_an_encoded_layer_has_the_bits_of_the_expanded_layer(style: Style) -> No
 @pytest.mark.parametrize("name", ["q8_0", "q6_k", "int4-float16"])
 def test_bits_are_equal_in_float16_and_with_any_number_of_threads(name: str) -> None:
     model = pair(matrix(BY_NAME[name], dtype=torch.float16), bias=False)
-    accelerate(model, rounded=True)
+    accelerate(model, kernels="rounded")
     x = torch.randn(1, COLUMNS).half()
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -96,7 +96,7 @@ def test_unrounded_weights_are_nearer_to_the_values_of_the_format(name: str) -> 
     for place, part in zip(wide.allocate(), stored.parts, strict=True):
         place.copy_(part)
     model = pair(stored, bias=False)
-    accelerate(model)
+    accelerate(model, kernels="precise")
     x = torch.randn(1, COLUMNS).bfloat16()
     expected = x.double() @ wide.decode().double().T
     assert distance(model[0](x), expected) <= 1.001 * distance(model[1](x), expected)
@@ -107,7 +107,7 @@ def test_an_embedding_looks_up_rows_of_an_encoded_matrix() -> None:
     stored = matrix(BY_NAME["q4_k"])
     module = nn.Embedding(ROWS, COLUMNS, dtype=torch.bfloat16).requires_grad_(False)
     attach_matrix(module, stored)
-    assert accelerate(module, rounded=True).counts == {"embedding": 1}
+    assert accelerate(module, kernels="rounded").counts == {"embedding": 1}
     ids = torch.randint(0, ROWS, (2, 7))
     assert torch.equal(module(ids), stored.decode()[ids])
     assert module(ids[:, :0]).shape == (2, 0, COLUMNS)
@@ -133,7 +133,7 @@ def test_modules_that_share_a_matrix_share_a_parameter_again() -> None:
 def test_many_tokens_are_multiplied_with_some_rows_at_a_time(monkeypatch) -> None:
     model = pair(matrix(BY_NAME["q8_0"]))
     assert expanded_bytes(model) == ROWS * COLUMNS * 2
-    accelerate(model, rounded=True)
+    accelerate(model, kernels="rounded")
     x = torch.randn(3, FEW, COLUMNS).bfloat16()
     expected = model[1](x)
     monkeypatch.setattr(accelerated, "EXPANDED", 100 * COLUMNS * 2)
@@ -152,7 +152,7 @@ def test_many_tokens_are_multiplied_with_some_rows_at_a_time(monkeypatch) -> Non
 def test_torch_computes_inputs_that_the_kernel_does_not_support() -> None:
     model = pair(matrix(BY_NAME["q8_0"]), bias=False)
     stored, expanded = model
-    accelerate(model, rounded=True)
+    accelerate(model, kernels="rounded")
     odd = torch.randn(COLUMNS, 2).bfloat16().T
     assert torch.equal(stored(odd), expanded(odd))
     with pytest.raises(RuntimeError):
@@ -206,7 +206,7 @@ def attention(styles: dict[str, str]) -> tuple[Any, Any]:
 def test_attention_has_the_bits_of_the_expanded_one(styles: dict[str, str]) -> None:
     one, other = attention(styles)
     for module in (one, other):
-        assert accelerate(module, append_token, rounded=True).counts["attention"] == 1
+        assert accelerate(module, append_token, kernels="rounded").counts["attention"] == 1
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for tokens in (1, 40):
@@ -218,7 +218,7 @@ def test_attention_has_the_bits_of_the_expanded_one(styles: dict[str, str]) -> N
 def test_attention_with_unrounded_weights_is_near() -> None:
     one, other = attention({"q_proj": "q4_0", "k_proj": "q4_k", "v_proj": "q6_k", "o_proj": "q4_0"})
     accelerate(one, append_token)
-    accelerate(other, append_token, rounded=True)
+    accelerate(other, append_token, kernels="rounded")
     x, positions, cache = inputs(other, 30, torch.bfloat16)
     mine = one(x, positions, None, copy.deepcopy(cache))[0]
     expected = other(x, positions, None, copy.deepcopy(cache))[0]

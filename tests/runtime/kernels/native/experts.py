@@ -13,8 +13,9 @@ from torch import Tensor
 from greenroom.runtime.kernels.activation import RELU2
 from greenroom.runtime.kernels.cpu_layer import SCRATCH_BYTES
 from greenroom.runtime.kernels.launch.openmp import KernelEntry
-from greenroom.runtime.kernels.matrix import PACKED_BYTES, Format
+from greenroom.runtime.kernels.matrix import Format
 from greenroom.runtime.kernels.native.library import Library, library
+from tests.runtime.kernels.packed import pack
 
 CODE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 TOP_K = 2
@@ -56,6 +57,8 @@ class Layer:
     fields: others of the structure `ExpertLayer`
     """
 
+    planes = 0  # of packed input rows
+
     def __init__(
         self, up: Tensor, down: Tensor, slots: Sequence[int] | None = None, code: int = RELU2,
         bias: Tensor | None = None, **fields: int,
@@ -89,6 +92,7 @@ class Step:
         self.out = torch.full((len(x) * TOP_K, layer.hidden), PADDING)
         self._arrays = {name: torch.tensor(each) for name, each in vars(self.routed).items()}
         addresses = {name: each.data_ptr() for name, each in self._arrays.items()}
+        self._packed = pack(self.x, layer.planes) if layer.planes else None
         self._routing = library().structure("Routing")(count=len(self.routed.experts), **addresses)
 
     def compute(
@@ -104,6 +108,7 @@ class Step:
         scratch = torch.full((threads * size,), 0xFF, dtype=torch.uint8)
         call = library().structure("GroupCall")(
             layer=ctypes.addressof(of.call), routing=ctypes.addressof(self._routing),
+            packed=None if self._packed is None else self._packed.data_ptr(),
             x=self.x.data_ptr(), mid=self.mid.data_ptr(), act=self.act.data_ptr(),
             out=self.out.data_ptr(), scratch=scratch.data_ptr(), scratch_bytes=size,
             count=len(experts), experts=lists[0].data_ptr(), slots=lists[1].data_ptr(),
@@ -175,6 +180,8 @@ class ObservedFormat:
 class EncodedLayer(Layer):
     """Experts with matrices of Q8_0 blocks, whose products are observed."""
 
+    planes = 1
+
     def __init__(
         self, of: Library, hidden: int, inner: int, before: Callable[..., None] = lambda *_: None,
         after: Callable[..., None] = lambda *_: None,
@@ -193,11 +200,10 @@ class EncodedLayer(Layer):
             slots[0].nbytes,
         )
         self.layouts = {}
-        packed = PACKED_BYTES(self.format.code.packed_bytes)
         for name, (_, inputs) in sizes.items():
             first = 0 if name == "up" else 34 * blocks["up"]
             self.layouts[name] = of.structure("Layout")(
-                codes=first, row_bytes=34 * inputs // 32, packed_bytes=packed(inputs),
+                codes=first, row_bytes=34 * inputs // 32,
                 rows_per_scale=1, groups_per_scale=1, rows_per_zero=1, rows_per_group=1,
             )  # fmt: skip
         for matrix, name in (("up", "up"), ("second", "up"), ("down", "down")):

@@ -234,7 +234,6 @@ def test_several_threads_compute_the_bits_of_one(transposed):
 
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_threads_that_are_delayed_between_their_claims_compute_the_bits_of_one(tokens):
-    """One token's up projections are packed once by each thread, for all experts."""
     x, choices = normals(tokens, 160), CHOICES_OF_MANY[-tokens:]
     moments = random.Random(0)
 

@@ -80,7 +80,7 @@ def stored_matrix(dtype: torch.dtype) -> StoredMatrix:
 def test_encoded_products_are_those_of_the_decoded_matrix_in_every_library(dtype):
     """With weights rounded to the model's type."""
     stored = stored_matrix(dtype)
-    (_, inputs), product = stored.shape, MatrixProduct(stored.spec, dtype, rounded=True)
+    (_, inputs), product = stored.shape, MatrixProduct(stored.spec, dtype, kernels="rounded")
     kind = str(dtype).removeprefix("torch.")
     x, weight = draw(dtype, ROWS, inputs), stored.decode()
     plain = library().structure("Matrix")(base=weight.data_ptr())

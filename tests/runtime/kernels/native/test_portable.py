@@ -18,7 +18,6 @@ from greenroom.core.layout import BLOCKS, SlotLayout, WeightSpec
 from greenroom.runtime.kernels.matrix import (
     GROUP,
     MatrixProduct,
-    format_name,
     format_symbol,
     unsupported_reason,
 )
@@ -31,7 +30,9 @@ pytestmark = [
     pytest.mark.portable,
     pytest.mark.skipif(not NEON.exists(), reason="`make portable` compiles it"),
 ]
-ROWS, BLOCKS_OF_ROW, DTYPES = 6, 3, (torch.float32, torch.bfloat16, torch.float16)
+# Rows of a call: fewer than a panel of 16, and a last panel that overlaps another.
+ROWS, BLOCKS_OF_ROW, DTYPES = (6, 22), 3, (torch.float32, torch.bfloat16, torch.float16)
+TOKENS = (1, 3, 5)
 
 
 class Here:
@@ -67,7 +68,7 @@ def matrix_of(style: Style) -> tuple[WeightSpec, bytes]:
     share = style.share[1] if style.share[1] < 1 << 20 else 64
     width = -(-BLOCKS_OF_ROW * max(inputs, share) // GROUP) * GROUP
     random = np.random.default_rng(0)
-    parts = tensors_of(style, "w", (max(ROWS, 2 * style.share[0]), width), random)
+    parts = tensors_of(style, "w", (max(*ROWS, 2 * style.share[0]), width), random)
     sizes = [(name, tuple(t.shape), str(t.dtype)[6:]) for name, t in parts.items()]
     layout = SlotLayout.pack(sizes, {"w": style.name}, "bfloat16")
     slot = bytearray(layout.nbytes)
@@ -77,49 +78,61 @@ def matrix_of(style: Style) -> tuple[WeightSpec, bytes]:
     return layout.weight("w"), bytes(slot)
 
 
-def results(machine: Machine, spec: WeightSpec, slot: bytes, dtype: torch.dtype) -> list[bytes]:
-    """What all functions of a matrix's format write."""
-    width = spec.shape[1]
-    product = MatrixProduct(spec, dtype, rounded=dtype is not torch.float32)
-    name = format_symbol(format_name(spec), None if dtype is torch.float32 else dtype)
-    pack, multiply, expand, packed_bytes = struct.unpack(
-        "4Q", machine.take(machine.address(name), 32)
-    )
+def results(machine: Machine, spec: WeightSpec, slot: bytes, symbol: str) -> list[bytes]:
+    """What all functions of a matrix's format write, products last."""
+    width, most = spec.shape[1], max(TOKENS)
+    product = MatrixProduct(spec, torch.float32)
+    planes, multiply, expand = struct.unpack("3Q", machine.take(machine.address(symbol), 24))
     random = np.random.default_rng(1)
-    x = random.standard_normal(width).astype(np.float32).tobytes()
-    room = machine.call(packed_bytes, width)
+    x = random.standard_normal((most, width)).astype(np.float32).tobytes()
+    row, rows = 4 * width, max(ROWS)
+    inputs = machine.place(x + bytes(256))
     values = {
         "slot": machine.place(slot), "layout": machine.place(bytes(product._layout)),
-        "inputs": width, "rows": ROWS, "x": machine.place(x + bytes(256)),
-        "scratch": machine.place(bytes(4 * (5 * width + 320))),
+        "inputs": width, "scratch": machine.place(bytes(4 * (5 * width + 320))),
     }  # fmt: skip
     values["next"] = values["slot"]
-    found = [room.to_bytes(8, "little")]
+    found = [planes.to_bytes(8, "little")]
 
-    def run(function: int, out: int, nbytes: int, **more: int) -> None:
-        call = HERE.library.structure("RowsCall")(**values, **more, out=out)
+    def run(function: int, structure: str, out: int, nbytes: int, **fields: int) -> None:
+        call = HERE.library.structure(structure)(**fields)
         machine.call(function, machine.place(bytes(call)))
         found.append(machine.take(out, nbytes))
 
-    run(expand, machine.place(bytes(4 * ROWS * width)), 4 * ROWS * width)
-    if room:
-        packed = machine.place(bytes(room))
-        run(pack, packed, room)
-        values["x"] = packed
-    start = np.ones(ROWS, np.float32).tobytes()
-    for block in (width, 64):
-        for carry in (0, 1):
-            run(multiply, machine.place(start), 4 * ROWS, block=block, carry=carry)
+    def addresses(first: int, step: int, count: int) -> int:
+        return machine.place(struct.pack(f"{count}Q", *range(first, first + step * count, step)))
+
+    out = machine.place(bytes(rows * row))
+    run(
+        expand, "RowsCall", out, rows * row, **values, rows=rows, tokens=1, out=addresses(out, 1, 1)
+    )
+    if planes:
+        pack, fields = machine.address("pack_rows"), {"rows": most, "columns": width}
+        run(pack, "PackCall", inputs, most * row, planes=planes, x=inputs, out=inputs, **fields)
+    for count in ROWS:
+        start = np.ones(count * most, np.float32).tobytes()
+        for tokens, block, carry in ((1, width, 0), (3, 64, 1), (most, width, 1)):
+            out = machine.place(start)
+            run(
+                multiply, "RowsCall", out, 4 * count * tokens, **values, rows=count,
+                tokens=tokens, block=block, carry=carry, x=addresses(inputs, row, tokens),
+                out=addresses(out, 4 * count, tokens),
+            )  # fmt: skip
     return found
 
 
 def cases() -> list[object]:
-    """All formats of the library that tests have codes for, with each type of weights."""
+    """All formats of the library that tests have codes for."""
+    symbols = {style: {format_symbol(style.name, dtype) for dtype in DTYPES} for style in STYLES}
     return [
-        pytest.param(style, dtype, id=f"{style}-{str(dtype)[6:]}")
-        for style in STYLES
-        for dtype in DTYPES
-        if HERE.address(format_symbol(style.name, dtype))
+        pytest.param(style, symbol, id=f"{style}-{symbol}")
+        for style, names in symbols.items()
+        for symbol in (
+            format_symbol(style.name),
+            f"{format_symbol(style.name)}_precise",
+            *sorted(names),
+        )
+        if HERE.address(symbol)
     ]
 
 
@@ -131,12 +144,12 @@ def test_the_structures_of_arguments_are_the_same(neon):
         assert neon.take(neon.address(f"bytes_of_{name}"), 8) == HERE.take(size, 8), name
 
 
-@pytest.mark.parametrize(("style", "dtype"), cases())
-def test_a_format_gives_the_same_bits(neon, style, dtype):
+@pytest.mark.parametrize(("style", "symbol"), cases())
+def test_a_format_gives_the_same_bits(neon, style, symbol):
     spec, slot = matrix_of(style)
     assert not unsupported_reason(spec)
-    got, want = (results(machine, spec, slot, dtype) for machine in (neon, HERE))
+    got, want = (results(machine, spec, slot, symbol) for machine in (neon, HERE))
     assert got == want
-    products = np.frombuffer(b"".join(want[-4:]), np.float32)
+    products = np.frombuffer(want[-1], np.float32)
     assert np.isfinite(products).all()
-    assert len(set(products.tolist())) > ROWS
+    assert len(set(products.tolist())) > max(ROWS)

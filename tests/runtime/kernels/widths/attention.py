@@ -46,9 +46,9 @@ class Projection:
             self.weight = kernel.integers(*shape)
             matrix = kernel.plain_matrix(self.weight)
         else:
-            placed = PlacedMatrix(kernel, self.encoding, shape, None)
+            placed = self.placed = PlacedMatrix(kernel, self.encoding, shape)
             self.weight, matrix, self.error = placed.weights, placed.address, placed.error
-            self.stride = 4 * self.hidden + placed.scratch
+            self.stride = 8 * self.hidden + placed.scratch
         self.bias = kernel.integers(HEADS, self.width)
         self.norm = kernel.integers(self.width)
         self.cos, self.sin = (
@@ -89,7 +89,8 @@ class Projection:
 
     def expected(self, x: Tensor, token: int) -> Tensor:
         """Each head of a token [HEADS, width], in the model's type."""
-        sums = x.double() @ self.weight.double().T
+        x64 = self.placed.inputs(x) if self.encoding else x.double()
+        sums = x64 @ self.weight.double().T
         rows = (sums.float().view(HEADS, -1) + self.bias.float()).to(x.dtype)
         turned = rows[:-KEY_HEADS]
         if self.style is not None:
@@ -157,9 +158,10 @@ class Attention:
             self.weight = kernel.integers(self.outputs, self.inputs)
             self.matrix = kernel.plain_matrix(self.weight)
         else:
-            placed = PlacedMatrix(kernel, self.encoding, (self.outputs, self.inputs), None)
+            placed = PlacedMatrix(kernel, self.encoding, (self.outputs, self.inputs))
+            self.placed = placed
             self.weight, self.matrix, self.error = placed.weights, placed.address, placed.error
-            self.stride = 4 * self.inputs + placed.scratch
+            self.stride = 8 * self.inputs + placed.scratch
         self.bias = kernel.integers(self.outputs)
         self.placed_bias = kernel.place(self.bias)
 
@@ -197,7 +199,8 @@ class AttentionCall:
         near, of = torch.finfo(self.q.dtype).eps, self.attention
         slack = 1e-5 * v.norm()
         assert is_near(self.mixed, (weights @ v).flatten(), near, slack)
-        want = self.mixed.double() @ of.weight.double().T + of.bias.double()
+        mixed = of.placed.inputs(self.mixed) if of.encoding else self.mixed.double()
+        want = mixed @ of.weight.double().T + of.bias.double()
         slack = of.error * self.mixed.double().norm() * of.weight.double().norm(dim=1)
         assert is_near(self.out, want, near, slack)
 

@@ -147,6 +147,7 @@ CASES = (
     Case("linear", "outputs", lambda k, n: dense.check_linear(k, 19, n)),
     *encoded_cases("linear", dense.check_encoded_linear),
     *encoded_cases("expand_rows", dense.check_expand),
+    Case("pack_rows", "columns", dense.check_pack, 32, BLOCKS, ALL_BLOCKS, typed=False),
     Case("add_and_norm", "columns", dense.check_norm),
     Case("add_and_norm_rows", "columns", dense.check_norm_rows),
     Case("test_exponentials", "length", dense.check_exponentials),

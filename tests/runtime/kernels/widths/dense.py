@@ -10,7 +10,8 @@ from torch import Tensor
 
 from greenroom.runtime.kernels.dense.norms import NORMS
 from greenroom.runtime.kernels.dense.stored import FEW
-from tests.runtime.kernels.codes import Style
+from tests.runtime.kernels.codes import Style, planes_of
+from tests.runtime.kernels.packed import equal, pack
 from tests.runtime.kernels.widths.kernel import (
     PlacedMatrix,
     WalledKernel,
@@ -50,9 +51,10 @@ def check_linear(kernel: WalledKernel, inputs: int, outputs: int) -> Iterator[Te
 
 def check_encoded_linear(kernel: WalledKernel, inputs: int, style: Style) -> Iterator[Tensor]:
     """Products with an encoded matrix, as it is and rounded to the model's type."""
-    x, bias = kernel.integers(3, inputs), kernel.integers(OUTPUTS)
-    for decoded, rows in product((None, kernel.dtype), (1, 3)):
-        matrix = PlacedMatrix(kernel, style, (OUTPUTS, inputs), decoded)
+    x, bias = kernel.normals(11, inputs), kernel.integers(OUTPUTS)
+    kinds = ("native", "precise", "rounded") if planes_of(style) == 1 else ("native", "rounded")
+    for kernels, rows in product(kinds, (1, 3, 11)):
+        matrix = PlacedMatrix(kernel, style, (OUTPUTS, inputs), kernels)
         out = kernel.allocate(rows, OUTPUTS, dtype=kernel.dtype)
         stride = 4 * rows * inputs + matrix.scratch
         kernel.call(
@@ -60,7 +62,7 @@ def check_encoded_linear(kernel: WalledKernel, inputs: int, style: Style) -> Ite
             x=kernel.place(x[:rows]), bias=kernel.place(bias), out=out.data_ptr(),
             scratch=kernel.scratch(stride), stride=stride,
         )  # fmt: skip
-        want = x[:rows].double() @ matrix.weights.double().T + bias.double()
+        want = matrix.inputs(x[:rows]) @ matrix.weights.double().T + bias.double()
         assert is_near(out, want, torch.finfo(kernel.dtype).eps, matrix.slack(x[:rows]))
         yield out
 
@@ -68,7 +70,7 @@ def check_encoded_linear(kernel: WalledKernel, inputs: int, style: Style) -> Ite
 def check_expand(kernel: WalledKernel, columns: int, style: Style) -> Iterator[Tensor]:
     """Rows of an encoded matrix: consecutive ones, and those of an index."""
     rows, first = 2 * FEW + 3, 2
-    matrix = PlacedMatrix(kernel, style, (rows + first, columns), kernel.dtype)
+    matrix = PlacedMatrix(kernel, style, (rows + first, columns), "rounded")
     need = matrix.scratch
     for index in (None, torch.tensor([5, 0, rows + first - 1])):
         chosen = torch.arange(first, first + rows) if index is None else index
@@ -132,3 +134,17 @@ def check_exponentials(kernel: WalledKernel, n: int) -> Iterator[Tensor]:
     assert is_near(out, want, 4e-6)
     assert is_near(total, want.sum(), 4e-6)
     yield from (out, total)
+
+
+def check_pack(kernel: WalledKernel, columns: int) -> Iterator[Tensor]:
+    """Rows of float32 as groups of integers, in memory of their own and in place."""
+    for planes, rows in product((1, 2), (1, 3)):
+        x, other = kernel.normals(rows, columns), kernel.allocate(rows, columns)
+        same = kernel.allocate(rows, columns).copy_(x)
+        for source, out in ((kernel.place(x), other), (same.data_ptr(), same)):
+            kernel.call(
+                "PackCall", planes=planes, rows=rows, columns=columns, x=source,
+                out=out.data_ptr(),
+            )  # fmt: skip
+            assert equal(out, pack(x, planes), planes)
+            yield out

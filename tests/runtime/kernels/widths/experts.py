@@ -23,15 +23,17 @@ from greenroom.runtime.kernels.activation import (
     Activation,
 )
 from greenroom.runtime.kernels.cpu_layer import SCRATCH_BYTES
-from greenroom.runtime.kernels.matrix import PACKED_BYTES, Format, format_name, format_symbol
+from greenroom.runtime.kernels.matrix import format_name, format_symbol
 from greenroom.runtime.kernels.routing import Routing
-from tests.runtime.kernels.codes import Style, tensors_of
+from tests.runtime.kernels.codes import Style, planes_of, tensors_of
+from tests.runtime.kernels.packed import GROUP, LARGEST, pack, rounded, unpack
 from tests.runtime.kernels.walls import PAGE
 from tests.runtime.kernels.widths.formats import layout_of, spec_of
 from tests.runtime.kernels.widths.kernel import WalledKernel, is_near, is_untouched
 
 EXPERTS, TOP_K = 3, 2
 SLOTS = (4, 1, 2)  # of the experts
+ERROR = 1e-5  # of a product of a row and inputs of length 1
 NEAR = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 4e-6}
 
 
@@ -41,7 +43,7 @@ class Kind:
 
     up, second, down: the encodings of matrices, None for plain ones; `second` is that of the
                       up projection, if it is another than the gate projection's
-    rounded: are encoded weights rounded to the model's type?
+    kernels: native, precise or rounded
     """
 
     name: str
@@ -52,12 +54,15 @@ class Kind:
     up: Style | None = None
     second: Style | None = None
     down: Style | None = None
-    rounded: bool = False
+    kernels: str = "native"
 
     @property
     def activation(self) -> Activation:
         limited = self.code == CLAMPED
         return Activation(self.code, 7.0, 1.702) if limited else Activation(self.code)
+
+    def planes(self, style: Style | None) -> int:
+        return planes_of(style, self.kernels) if style else 0
 
     @property
     def has_gate(self) -> bool:
@@ -78,7 +83,8 @@ ENCODED_KINDS = (
     Kind("q8_0+q4_0", up=Q8, second=Q4, down=Q4),
     Kind("affine4", RELU2, up=AFFINE, down=AFFINE),
     Kind("mxfp4-interleaved", CLAMPED, interleaved=True, biased=True, up=MXFP4, down=MXFP4),
-    Kind("q4_0-rounded", up=Q4, down=Q4, rounded=True),
+    Kind("q4_0-rounded", up=Q4, down=Q4, kernels="rounded"),
+    Kind("q4_0-precise", up=Q4, down=Q4, kernels="precise"),
     Kind("q4_k", up=Style("q4_k"), down=Style("q6_k")),
 )
 
@@ -119,11 +125,11 @@ class ExpertMatrices:
         if self.style is None:
             return kernel.structure("ExpertMatrix", offset=addresses[0])
         spec = spec_of(self.style, self.parts[0])
-        symbol = format_symbol(format_name(spec), kernel.dtype if kind.rounded else None)
-        form = kernel.of.address(symbol)
-        packed = PACKED_BYTES(Format.from_address(form).packed_bytes)(self.shape[1])
-        layout = kernel.place_structures([layout_of(kernel.of, spec, packed, addresses, first)])
-        return kernel.structure("ExpertMatrix", format=form, layout=layout)
+        decoded = kernel.dtype if kind.kernels == "rounded" else None
+        symbol = format_symbol(format_name(spec), decoded)
+        symbol += "_precise" * (kind.kernels == "precise")
+        layout = kernel.place_structures([layout_of(kernel.of, spec, addresses, first)])
+        return kernel.structure("ExpertMatrix", format=kernel.of.address(symbol), layout=layout)
 
 
 class Layer:
@@ -137,13 +143,12 @@ class Layer:
         if kind.second:
             self.up.append(ExpertMatrices(kind.second, (inner, hidden), dtype))
         self.down = ExpertMatrices(kind.down, (hidden, inner), dtype)
-        decoded = dtype if kind.rounded else torch.float32
+        decoded = dtype if kind.kernels == "rounded" else torch.float32
         self.up_weights = torch.cat([each.weights(decoded) for each in self.up], 1)
         self.down_weights = self.down.weights(decoded)
         drawn = np.random.default_rng(inner).integers(-2, 3, (EXPERTS, self.width))
         self.bias = torch.from_numpy(drawn).to(dtype) if kind.biased else None
-        # Of a product; inputs that are packed as integers have fewer bits.
-        self.error = 1e-5 if kind.up is None or kind.rounded else 2e-3
+        self.up_planes, self.down_planes = kind.planes(kind.up), kind.planes(kind.down)
 
     def place(self, kernel: WalledKernel) -> int:
         """Place the layer's weights, and return the address of its description."""
@@ -197,12 +202,16 @@ class Group:
             "layer": layer.place(kernel),
             "routing": place_routing(kernel, routing),
             "x": kernel.place(x if narrow else x.float()),
+            "packed": 0,
             "narrow": narrow,
             "scratch_bytes": need,
             "count": len(self.experts),
             "experts": kernel.place(lists[0]),
             "slots": kernel.place(lists[1]),
         }
+
+        if layer.up_planes and not narrow:
+            self.fields["packed"] = kernel.place(pack(x, layer.up_planes))
 
     def allocate(self) -> tuple[Tensor, Tensor, Tensor]:
         """Memory for the up projections, the activations and the outputs."""
@@ -229,10 +238,8 @@ class Group:
                 assert is_untouched(mid[at])
                 assert is_untouched(act[at])
                 continue
-            x, weights = (
-                self.x[torch.from_numpy(routing.tokens[at])].double(),
-                layer.up_weights[expert],
-            )
+            x = rounded(self.x[torch.from_numpy(routing.tokens[at])], layer.up_planes)
+            weights = layer.up_weights[expert]
             want = (x @ weights.T).float()
             want = want.to(layer.dtype) if layer.rounds else want
             if layer.bias is not None:
@@ -240,13 +247,21 @@ class Group:
             if layer.kind.up is None:
                 assert torch.equal(mid[at], want.float())
             else:
-                slack = layer.error * x.norm(dim=1, keepdim=True) * weights.norm(dim=1)
+                slack = ERROR * x.norm(dim=1, keepdim=True) * weights.norm(dim=1)
                 near = 4 * torch.finfo(layer.dtype).eps
                 assert is_near(mid[at], want, near, slack + near * want.abs().max())
             if layer.kind.code != RAW:
-                activated = layer.activate(mid[at])
-                assert is_near(act[at], activated, NEAR[layer.dtype], 1e-30)
-                assert torch.equal(act[at].to(layer.dtype).float(), act[at])
+                self.compare_activations(layer.activate(mid[at]), act[at])
+
+    def compare_activations(self, want: Tensor, got: Tensor) -> None:
+        """Compare activations with torch's; packed ones were rounded to steps of their group."""
+        layer, planes = self.layer, self.layer.down_planes
+        assert planes or torch.equal(got.to(layer.dtype).float(), got)
+        steps = torch.zeros(1)
+        if planes:
+            largest = want.abs().unflatten(1, (-1, GROUP)).amax(2).repeat_interleave(GROUP, 1)
+            steps = largest.double() / LARGEST[planes]
+        assert is_near(unpack(got, planes), want, NEAR[layer.dtype], 1.01 * steps + 1e-30)
 
     def compare_down(self, act: Tensor, out: Tensor, factor: int = 1) -> None:
         """Compare the outputs with products of the activations."""
@@ -257,8 +272,8 @@ class Group:
             if expert not in self.experts:
                 assert is_untouched(got)
                 continue
-            x, weights = act[at].double(), layer.down_weights[expert]
-            slack = factor * layer.error * x.norm(dim=1, keepdim=True) * weights.norm(dim=1)
+            x, weights = unpack(act[at], layer.down_planes), layer.down_weights[expert]
+            slack = factor * ERROR * x.norm(dim=1, keepdim=True) * weights.norm(dim=1)
             assert is_near(got, factor * (x @ weights.T), 0, slack)
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from greenroom.core.layout import BLOCKS, PLAIN, SlotLayout, WeightSpec
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.matrix import (
-    PACKED_BYTES,
     Format,
     MatrixProduct,
     format_name,
@@ -20,17 +23,22 @@ from greenroom.runtime.kernels.matrix import (
     unsupported_reason,
 )
 from greenroom.runtime.kernels.native.library import Library
-from tests.runtime.kernels.codes import AFFINE_STYLES, STYLES, Style, tensors_of
+from tests.runtime.kernels.codes import AFFINE_STYLES, STYLES, Style, planes_of, tensors_of
 from tests.runtime.kernels.native.variants import LIBRARIES
+from tests.runtime.kernels.packed import unpack
 from tests.runtime.kernels.toys import DTYPES
-from tests.runtime.kernels.walls import moved, walled
+from tests.runtime.kernels.walls import NAN, PAGE, moved, walled
 
-ROWS, MANY = 10, 70
+# A tensor's two matrix scales belong to 23 rows each: no number of whole panels of 16 rows.
+ROWS, MANY = 46, 70
+# Rows of a call: fewer than a panel, whole panels, and a last one that overlaps another.
+COUNTS = (1, 9, 16, 23, 40)
+TOKENS = (1, 3, 4, 5, 8, 11)
 # Widths in blocks: remainders of an iteration (4 blocks) and of a vector of scales (8, 16).
 FEW = (1, 2, 3, 5, 9, 17)
 ALL = range(1, MANY + 1)
 CODE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-TYPES = (None, *DTYPES)  # to which weights are decoded; None: they are multiplied as they are
+BYTES = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 WIDE = Style("int4", "float16", (1, 64))  # read as int4.wide
 PLAINS = tuple(Style(PLAIN, str(dtype)[6:]) for dtype in DTYPES)
 EVERY_STYLE = (*STYLES, *AFFINE_STYLES, WIDE, *PLAINS)
@@ -57,34 +65,46 @@ class EncodedMatrix:
         self.style, self.shape, self.values = style, shape, list(parts.values())
         self.parts = [moved(part, at_end) for part in self.values]
 
-    def symbol(self, dtype: torch.dtype | None) -> str:
-        return format_symbol(format_name(self.spec), dtype)
-
-    def types(self) -> list[torch.dtype | None]:
-        """The types of weights for which there is code."""
+    def symbol(self, kernels: str, dtype: torch.dtype) -> str:
+        """The name of the matrix's format for a model's type: `kernels` as in matrix.py."""
+        name = format_name(self.spec)
         if self.style.name == PLAIN:
-            return [getattr(torch, self.style.scales)]
-        return list(TYPES)
+            return format_symbol(name, getattr(torch, self.style.scales))
+        if kernels == "rounded":
+            return format_symbol(name, dtype)
+        same = planes_of(self.style) == planes_of(self.style, kernels)
+        return format_symbol(name) if same else f"{format_symbol(name)}_{kernels}"
 
-    def weights(self, dtype: torch.dtype | None) -> Tensor:
+    def forms(self) -> dict[str, tuple[str, torch.dtype]]:
+        """The names of all formats of the matrix, with the arguments of `symbol`."""
+        every = [("native", torch.float32), ("precise", torch.float32)]
+        every += [("rounded", dtype) for dtype in DTYPES]
+        return {self.symbol(*each): each for each in reversed(every)}
+
+    def weights(self, kernels: str, dtype: torch.dtype) -> Tensor:
         if self.style.name == PLAIN:
             return self.values[0].float()
-        kind = dtype or torch.float32
+        kind = dtype if kernels == "rounded" else torch.float32
         return ENCODINGS[self.style.name].decode(self.values, self.shape, kind).float()
 
-    def layout(self, of: Library, packed: int) -> ctypes.Structure:
-        """The description of the matrix, with addresses in place of offsets."""
-        return layout_of(of, self.spec, packed, [part.data_ptr() for part in self.parts])
+    def layout(self, of: Library, first_input: int = 0) -> ctypes.Structure:
+        """The description of the matrix from an input on, with addresses in place of offsets."""
+        addresses = [
+            part.data_ptr() + (part.nbytes // len(part) * first_input // self.shape[1])
+            if part.shape[1] > 1
+            else part.data_ptr()
+            for part in self.parts
+        ]
+        return layout_of(of, self.spec, addresses)
 
 
 def layout_of(
-    of: Library, spec: WeightSpec, packed: int, addresses: Sequence[int], first: int = 0
+    of: Library, spec: WeightSpec, addresses: Sequence[int], first: int = 0
 ) -> ctypes.Structure:
     """Describe a matrix whose parts have addresses, and whose first row has number `first`."""
     product = MatrixProduct(spec, torch.float32)
     layout = of.structure("Layout").from_address(product.arguments[1])
     layout = of.structure("Layout").from_buffer_copy(layout)
-    layout.packed_bytes = packed
     layout.scales = layout.zeros = layout.groups = addresses[0]
     for field, address in zip(("codes", "scales", "zeros", "groups"), addresses, strict=False):
         setattr(layout, field, address)
@@ -99,60 +119,132 @@ def spec_of(style: Style, parts: dict[str, Tensor]) -> WeightSpec:
     return SlotLayout.pack(sizes, encodings, "bfloat16").weight("w")
 
 
-def near(got: Tensor, want: Tensor, within: float) -> bool:
-    return bool((got.double() - want).norm() <= within * want.norm())
+@lru_cache(maxsize=2)
+def places(at_end: bool) -> list[NDArray[np.float32]]:
+    """A page for each token's products."""
+    return [walled(PAGE, at_end).view(np.float32) for _ in range(max(TOKENS))]
+
+
+def packed_by(of: Library, x: Tensor, planes: int) -> Tensor:
+    """Pack rows of float32 numbers by a library's kernel."""
+    (rows, columns), out = x.shape, torch.empty_like(x)
+    call = of.structure("PackCall")(
+        planes=planes, rows=rows, columns=columns, x=x.data_ptr(), out=out.data_ptr()
+    )
+    CODE(of.address("pack_rows"))(ctypes.addressof(call))
+    return out
+
+
+class FormatCalls:
+    """Calls of a format of a library, with input rows and results between walls."""
+
+    def __init__(
+        self, of: Library, matrix: EncodedMatrix, symbol: str, x: Tensor, at_end: bool = True
+    ) -> None:
+        self.of, self.matrix, self.at_end = of, matrix, at_end
+        self.form = Format.from_address(of.address(symbol))
+        self.inputs, self.planes = matrix.shape[1], int(self.form.planes)
+        packed = packed_by(of, x, self.planes) if self.planes else x
+        self.rows = [moved(row, at_end) for row in packed]
+        self._scratch = walled(BYTES(of.address("rows_scratch_bytes"))(self.inputs), at_end)
+
+    def _run(self, code: int, layout: ctypes.Structure, outs: list[int], **fields: Any) -> None:
+        self._scratch[:] = NAN
+        at, count = 4 * fields.pop("at", 0), len(outs)
+        x = (ctypes.c_void_p * count)(*(row.data_ptr() + at for row in self.rows[:count]))
+        out = (ctypes.c_void_p * count)(*outs)
+        call = self.of.structure("RowsCall")(
+            layout=ctypes.addressof(layout), next=layout.codes, tokens=count,
+            scratch=self._scratch.ctypes.data, x=ctypes.addressof(x),
+            out=ctypes.addressof(out), **fields,
+        )  # fmt: skip
+        CODE(code)(ctypes.addressof(call))
+
+    def expand(self) -> Tensor:
+        rows, width = self.matrix.shape
+        flat = torch.from_numpy(walled(4 * rows * width, self.at_end)).view(torch.float32)
+        layout = self.matrix.layout(self.of)
+        self._run(self.form.expand, layout, [flat.data_ptr()], inputs=width, first=0, rows=rows)
+        return flat.view(rows, width)
+
+    def multiply(
+        self, tokens: int, first: int, count: int, *, block: int = 0, start: float | None = None,
+        cut: int = 0,
+    ) -> NDArray[np.float32]:  # fmt: skip
+        """Products [tokens, count] with rows from number `first` on.
+
+        start: what products are added to
+        cut: the input up to which a call of its own multiplies
+        """
+        pages = places(self.at_end)[:tokens]
+        outs = [page[-count:] if self.at_end else page[:count] for page in pages]
+        for page, out in zip(pages, outs, strict=True):
+            page.view(np.uint8)[:] = NAN
+            if start is not None:
+                out[:] = start
+        addresses, carry = [out.ctypes.data for out in outs], start is not None
+        for at, stop in ((0, cut), (cut, self.inputs)):
+            if at < stop:
+                layout = self.matrix.layout(self.of, at)
+                self._run(
+                    self.form.multiply, layout, addresses, inputs=stop - at, at=at, first=first,
+                    rows=count, block=block or self.inputs, carry=carry,
+                )  # fmt: skip
+                carry = True
+        for page in pages:
+            margin = page[:-count] if self.at_end else page[count:]
+            assert (margin.view(np.uint8) == NAN).all()
+        return np.stack(outs)
+
+
+def same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
+    return np.array_equal(a.view(np.int32), b.view(np.int32))
+
+
+def calls_of(planes: int) -> Iterator[tuple[int, int]]:
+    """Numbers of tokens and of rows of calls."""
+    yield from product(TOKENS, COUNTS) if planes else zip(TOKENS, (*COUNTS, 7), strict=True)
 
 
 def results(
-    of: Library, matrix: EncodedMatrix, dtype: torch.dtype | None, at_end: bool
-) -> Iterator[bytes]:
-    """Run all code of a format; what it has written, after a comparison with float64."""
+    of: Library, matrix: EncodedMatrix, symbol: str, at_end: bool
+) -> Iterator[NDArray[np.float32]]:
+    """Run all code of a format; what it has written, after a comparison with float64.
+
+    A product has the same bits in all calls.
+    """
     rows, width = matrix.shape
-    form = Format.from_address(of.address(matrix.symbol(dtype)))
-    room, values = PACKED_BYTES(form.packed_bytes)(width), matrix.weights(dtype)
-    layout = matrix.layout(of, room)
-    draw = torch.Generator().manual_seed(width)
-    x = moved(torch.randn(width, generator=draw), at_end)
-    want = values.double() @ x.double()
-    need = PACKED_BYTES(of.address("rows_scratch_bytes"))(width)
-    packed, scratch = walled(room, at_end), walled(need, at_end)
-    call = of.structure("RowsCall")(
-        layout=ctypes.addressof(layout), inputs=width, x=x.data_ptr(), next=layout.codes,
-        scratch=scratch.ctypes.data, block=width,
-    )  # fmt: skip
-
-    def run(code: int, out: int, count: int) -> None:
-        scratch[:] = 0xFF
-        call.out, call.first, call.rows = out, rows - count, count
-        CODE(code)(ctypes.addressof(call))
-
-    flat = torch.from_numpy(walled(4 * rows * width, at_end)).view(torch.float32)
-    run(form.expand, flat.data_ptr(), rows)
-    assert near(flat.view(rows, width), values.double(), 1e-6), "expanded"
-    yield flat.numpy().tobytes()
-    assert bool(room) == bool(form.pack)
-    if form.pack:
-        run(form.pack, packed.ctypes.data, 0)
-        yield packed.tobytes()
-        call.x = packed.ctypes.data
-    place = torch.from_numpy(walled(4 * (rows - 1), at_end)).view(torch.float32)
-    for count in range(1, rows):
-        out = place[-count:] if at_end else place[:count]
-        for call.block in (width, 64):
-            for call.carry in (0, 1):
-                run(form.multiply, out.data_ptr(), count)
-                case = f"{count} rows, block {call.block}, carry {call.carry}"
-                factor = 1 + call.carry
-                expected = factor * want[rows - count :]
-                scale = values[rows - count :].double().norm() * x.double().norm()
-                distance = (out.double() - expected).norm()
-                assert distance <= (1e-3 if room else 1e-5) * scale, case
-                yield out.numpy().tobytes()
+    kernels, dtype = matrix.forms()[symbol]
+    x = torch.randn(max(TOKENS), width, generator=torch.Generator().manual_seed(width))
+    calls, values = FormatCalls(of, matrix, symbol, x, at_end), matrix.weights(kernels, dtype)
+    assert calls.planes == planes_of(matrix.style, kernels)
+    flat = calls.expand()
+    assert torch.equal(flat, values), "expanded"
+    yield flat.numpy()
+    inputs = torch.stack([unpack(row, calls.planes) for row in calls.rows])
+    want = inputs @ values.double().T
+    slack = 1e-5 * inputs.norm(dim=1, keepdim=True) * values.double().norm(dim=1)
+    for block, start in product((width,) if calls.planes else (width, 64), (None, 0.5)):
+        whole = calls.multiply(len(x), 0, rows, block=block, start=start)
+        exact = want + (start or 0)
+        assert bool(((torch.from_numpy(whole) - exact).abs() <= slack + 1e-6 * (start or 0)).all())
+        yield whole
+        for tokens, count in calls_of(calls.planes):
+            first = 0 if start else rows - count
+            got = calls.multiply(tokens, first, count, block=block, start=start)
+            expected = whole[:tokens, first : first + count]
+            assert same_bits(got, expected), (tokens, count, block, start)
+            if calls.planes:
+                for cut in {unit_of(matrix.style), width - unit_of(matrix.style)} - {0, width}:
+                    got = calls.multiply(tokens, first, count, start=start, cut=cut)
+                    assert same_bits(got, expected), (tokens, count, cut, start)
 
 
 def check_style(style: Style, blocks: int, at_end: bool = True) -> None:
     """Compare a format's code in all libraries with float64, and bit for bit."""
     matrix = EncodedMatrix(style, blocks * unit_of(style), at_end)
-    for dtype in matrix.types():
-        first, *others = (list(results(of, matrix, dtype, at_end)) for of in LIBRARIES)
-        assert all(first == other for other in others), (style, matrix.shape, dtype)
+    for symbol in matrix.forms():
+        for first, *others in zip(
+            *(results(of, matrix, symbol, at_end) for of in LIBRARIES), strict=True
+        ):
+            assert all(same_bits(first, other) for other in others), (symbol, matrix.shape)

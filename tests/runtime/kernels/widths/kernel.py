@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenroom.core.layout import PLAIN
-from greenroom.runtime.kernels.matrix import PACKED_BYTES, Format
+from greenroom.runtime.kernels.matrix import Format
 from greenroom.runtime.kernels.native.library import Library
-from tests.runtime.kernels.codes import Style
+from tests.runtime.kernels.codes import Style, planes_of
+from tests.runtime.kernels.packed import rounded
 from tests.runtime.kernels.walls import NAN, WalledMemory, bytes_of
-from tests.runtime.kernels.widths.formats import CODE, EncodedMatrix
+from tests.runtime.kernels.widths.formats import BYTES, CODE, EncodedMatrix
 
 ALIGNMENT = 63  # bytes that kernels may skip for memory at a multiple of 64
 
@@ -82,32 +82,32 @@ class WalledKernel(WalledMemory):
 class PlacedMatrix:
     """An encoded matrix between walls, as kernels of a library take it.
 
-    decoded: type that weights are decoded and rounded to; None: they are multiplied as they are
+    kernels: native, precise or rounded
     scratch: bytes of memory for a product with one row
     error:   bound of a product's error, for a row and inputs of length 1
     """
 
+    error = 1e-5
+
     def __init__(
-        self,
-        kernel: WalledKernel,
-        style: Style,
-        shape: tuple[int, int],
-        decoded: torch.dtype | None,
+        self, kernel: WalledKernel, style: Style, shape: tuple[int, int], kernels: str = "native"
     ) -> None:
-        rows, self.inputs = shape
-        matrix = _encoded(style, self.inputs, kernel.at_end, rows)
-        if style.name == PLAIN:
-            decoded = kernel.dtype
-        form = kernel.of.address(matrix.symbol(decoded))
-        packed = PACKED_BYTES(Format.from_address(form).packed_bytes)(self.inputs)
-        need = PACKED_BYTES(kernel.of.address("rows_scratch_bytes"))(self.inputs)
-        self.scratch = ALIGNMENT + packed + need
-        self.error = 2e-3 if packed else 1e-5
-        self.weights = matrix.weights(decoded)
-        layout = kernel.place_structures([matrix.layout(kernel.of, packed)])
+        rows, inputs = shape
+        matrix = _encoded(style, inputs, kernel.at_end, rows)
+        symbol = matrix.symbol(kernels, kernel.dtype)
+        self.scratch = ALIGNMENT + BYTES(kernel.of.address("rows_scratch_bytes"))(inputs)
+        self.weights = matrix.weights(kernels, kernel.dtype)
+        self._planes = planes_of(style, kernels)
+        form = kernel.of.address(symbol)
+        assert Format.from_address(form).planes == self._planes
+        layout = kernel.place_structures([matrix.layout(kernel.of)])
         self.address = kernel.place_structures(
             [kernel.structure("Matrix", format=form, layout=layout)]
         )
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """The inputs that are multiplied in place of x, in float64."""
+        return rounded(x, self._planes)
 
     def slack(self, x: Tensor) -> Tensor:
         """How far products [.., rows] with inputs x [.., inputs] may be from float64's."""

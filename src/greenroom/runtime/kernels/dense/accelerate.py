@@ -92,13 +92,13 @@ def accelerate(
     model: nn.Module,
     reserve: Reserve = lambda cache, layer: None,
     add_experts: AddExperts | None = None,
-    rounded: bool = False,
+    kernels: str = "native",
 ) -> Accelerated:
     """Give a model's dense submodules on the CPU compiled forwards for few tokens.
 
     reserve: reserves space for one token in a layer's KV cache, or returns None if it cannot
     add_experts: computes a layer's experts and adds them to the residual
-    rounded: are encoded weights rounded to the model's type before use?
+    kernels: products of encoded matrices: native, precise or rounded (matrix.py)
     """
     accelerated, tried, attentions = (
         Accelerated(model),
@@ -111,7 +111,7 @@ def accelerate(
             if len(styles) <= 1 and None not in styles:
                 style = styles.pop() if styles else None
                 attentions[module] = attention = OneTokenAttention(
-                    module, style, reserve, tried, rounded
+                    module, style, reserve, tried, kernels
                 )
                 accelerated.add("attention", module, attention_forward(attention))
     for layer in filter(_is_unmodified, list(model.modules())):
@@ -127,11 +127,11 @@ def accelerate(
     for module in model.modules():
         if (stored := stored_matrix(module)) is not None:
             if isinstance(stored, JoinedMatrix):
-                accelerated.add("linear", module, joined_forward(module, stored, rounded))
+                accelerated.add("linear", module, joined_forward(module, stored, kernels))
             elif isinstance(module, nn.Embedding):
                 accelerated.add("embedding", module, embedding_forward(module, stored))
             else:
-                accelerated.add("linear", module, linear_forward(module, stored, rounded))
+                accelerated.add("linear", module, linear_forward(module, stored, kernels))
     for module in _eligible_modules(model):
         if type(module) is nn.Linear:
             accelerated.add("linear", module, linear_forward(module))
@@ -202,12 +202,12 @@ def _has_no_hooks(module: nn.Module) -> bool:
 
 
 def linear_forward(
-    module: nn.Module, stored: StoredMatrix | None = None, rounded: bool = False
+    module: nn.Module, stored: StoredMatrix | None = None, kernels: str = "native"
 ) -> Forward:
     """Make a compiled forward of nn.Linear for up to 16 input rows.
 
     stored: a matrix in its checkpoint's encoding, to use instead of the module's weight
-    rounded: round the weights of `stored` to the module's type before use
+    kernels: products with `stored`: native, precise or rounded (matrix.py)
 
     The compiled code computes contiguous inputs in the dtype of the weight. The original forward,
     or torch's product with the decoded matrix, computes other inputs.
@@ -217,7 +217,7 @@ def linear_forward(
     grad, empty = torch.is_grad_enabled, torch.empty
     matrix: Any = weight if stored is None else stored
     (N, K), dtype = matrix.shape, matrix.dtype
-    record = MatrixRecord(matrix, rounded)
+    record = MatrixRecord(matrix, kernels)
     enter, wide, limit = kernel_entry("linear", dtype), N * K > _SERIAL, FEW * K
     stride = 0 if stored is None else 4 * limit + product_scratch(K)
     structure = library().structure("LinearCall")
@@ -257,10 +257,10 @@ def linear_forward(
     return forward
 
 
-def joined_forward(module: nn.Module, joined: JoinedMatrix, rounded: bool) -> Forward:
+def joined_forward(module: nn.Module, joined: JoinedMatrix, kernels: str) -> Forward:
     """Make a compiled forward of nn.Linear without bias, whose weight is in parts.
 
-    rounded: round the weights of encoded parts to the module's type before use
+    kernels: products with encoded parts: native, precise or rounded (matrix.py)
     """
     parameters, original, outputs = module._parameters, type(module).forward, joined.shape[0]
     forwards = []
@@ -271,7 +271,7 @@ def joined_forward(module: nn.Module, joined: JoinedMatrix, rounded: bool) -> Fo
             forwards.append(linear_forward(linear))
         else:
             linear.register_parameter("weight", None)
-            forwards.append(linear_forward(linear, part, rounded))
+            forwards.append(linear_forward(linear, part, kernels))
 
     @outside_graphs
     def forward(input: Tensor) -> Tensor:

@@ -78,14 +78,14 @@ class OneTokenAttention:
         style: Style | None,
         reserve: Reserve,
         verdicts: dict[Any, bool],
-        rounded: bool = False,
+        kernels: str = "native",
     ) -> None:
         """Make the compiled forward of an attention module for one token.
 
         style: how the norm of each head applies its weight, and its epsilon; None: no norm
         reserve: reserves space for one token in a layer's KV cache
         verdicts: cache of `matches_class`, shared by the attention modules of a model
-        rounded: round encoded weights to the model's type before use
+        kernels: products with encoded matrices: native, precise or rounded (matrix.py)
         """
         attention: Any = module
         self.module, self.original = attention, type(module).forward
@@ -104,7 +104,7 @@ class OneTokenAttention:
             self.check.require_no_hooks(part)
         self._verdict_key = type(module), self.dtype, style
         by_code = any_stored(weights)
-        self._records = [MatrixRecord(each, rounded, by_code) for each in weights]
+        self._records = [MatrixRecord(each, kernels, by_code) for each in weights]
         matrices = [each.address for each in self._records]
         inputs = max(self.hidden, self.heads * self.width)
         self.stride = 4 * inputs + product_scratch(inputs) if by_code else 0

@@ -122,7 +122,7 @@ class StoredMatrix:
 
     def _expand(self, count: int, first: int, index: array[int] | None) -> Tensor:
         if self._expanding is None:
-            self._expanding = MatrixRecord(self, rounded=True)
+            self._expanding = MatrixRecord(self, kernels="rounded")
         columns = self.shape[1]
         out = torch.empty(count, columns, dtype=self.dtype)
         stride = 4 * FEW * columns + product_scratch(columns)
@@ -177,18 +177,18 @@ class MatrixRecord:
     """The description of a weight matrix that compiled kernels read, at `address`."""
 
     def __init__(
-        self, weight: Tensor | StoredMatrix, rounded: bool = False, coded: bool = False
+        self, weight: Tensor | StoredMatrix, kernels: str = "native", coded: bool = False
     ) -> None:
         """Describe a weight matrix, encoded or plain, for compiled kernels.
 
-        rounded: kernels round its encoded weights to the model's type before use
+        kernels: products with an encoded one: native, precise or rounded (matrix.py)
         coded: plain weights are read by the code of a format, too
         """
         self._record = library().structure("Matrix")()
         self.address = addressof(self._record)
         if coded or isinstance(weight, StoredMatrix):
             spec = weight.spec if isinstance(weight, StoredMatrix) else _plain(weight)
-            self._product = MatrixProduct(spec, weight.dtype, rounded)
+            self._product = MatrixProduct(spec, weight.dtype, kernels)
             self._record.format, self._record.layout = self._product.arguments
         self.point_to(weight)
 
@@ -282,7 +282,7 @@ def expanded_bytes(model: nn.Module) -> int:
 
 def product_scratch(columns: int) -> int:
     """Return how many bytes of scratch memory a product with an encoded matrix needs."""
-    return 12 * columns + 4096
+    return 13 * columns + 4096
 
 
 def thread_scratch(stride: int) -> int:

@@ -93,7 +93,7 @@ class OneTokenExperts:
     def __init__(
         self, kernel: CpuKernel, layer: LayerExperts, top_k: int, weights: torch.dtype
     ) -> None:
-        plan, hidden = layer_plan(layer, kernel.rounded), layer.hidden
+        plan, hidden = layer_plan(layer, kernel.name), layer.hidden
         self._kernel, self._plan = kernel, plan
         self._dtype, self._hidden, self._top_k = layer.dtype, hidden, top_k
         self._weights = layer.dtype if weights is layer.dtype else torch.float32
@@ -134,7 +134,7 @@ class OneTokenExperts:
             or layer.norm is not None
         ):
             return None
-        raw = layer_plan(layer, kernel.rounded).activation.code == RAW
+        raw = layer_plan(layer, kernel.name).activation.code == RAW
         if raw or top_k > layer.num_experts:
             return None
         return OneTokenExperts(kernel, layer, top_k, weights)
