@@ -68,10 +68,7 @@ class CpuStep(base.KernelStep):
         self.narrow = len(x) == 1 and x.dtype is layer.dtype and x.is_contiguous()
         wide = x if self.narrow else x.float().contiguous()
         self.input = wide  # kept alive: kernel entries read it until the last group
-        self.packed: Tensor | None = None
-        if self.plan.up_planes and not self.narrow:
-            self.packed = torch.empty_like(wide)
-            pack_rows(wide, self.packed, self.plan.up_planes)
+        self.packed: dict[int, Tensor] = {}  # the input packed as integers, by planes
         (tokens, top_k), entries, count = routing.shape, len(routing.rows), len(routing.experts)
         act = entries * layer.width
         self.out = act + entries * layer.inner
@@ -135,7 +132,7 @@ class CpuStep(base.KernelStep):
             return
         call, _lists = self.group_call(plan, experts, slots, accumulate, down=False)
         run(ctypes.addressof(call))
-        self._activate(layer, experts)
+        self._activate(plan, layer, experts)
         call, _lists = self.group_call(plan, experts, slots, accumulate, up=False)
         run(ctypes.addressof(call))
 
@@ -264,7 +261,7 @@ class CpuStep(base.KernelStep):
             sequential_rows=self.kernel.sequential_rows,
             narrow=self.narrow,
             x=x,
-            packed=None if self.packed is None else self.packed.data_ptr(),
+            packed=self._packed(plan.up_planes) if up and plan.up_planes else None,
             mid=mid,
             act=act,
             out=out,
@@ -277,7 +274,16 @@ class CpuStep(base.KernelStep):
         )
         return call, lists
 
-    def _activate(self, layer: LayerExperts, experts: Sequence[int]) -> None:
+    def _packed(self, planes: int) -> int | None:
+        """Return the address of the input packed as integers; None: each thread packs one token."""
+        if self.narrow:
+            return None
+        if planes not in self.packed:
+            self.packed[planes] = torch.empty_like(self.input)
+            pack_rows(self.input, self.packed[planes], planes)
+        return self.packed[planes].data_ptr()
+
+    def _activate(self, plan: CpuLayerPlan, layer: LayerExperts, experts: Sequence[int]) -> None:
         """Apply the module's own activation, expert by expert, as eager does."""
         dtype = layer.recipe.compute or layer.dtype
         start = len(self.routing.rows) * self.layer.width
@@ -287,8 +293,8 @@ class CpuStep(base.KernelStep):
             h = self._buffer_matrix(at * layer.width, count, layer.width)
             act = self._buffer_matrix(start + at * layer.inner, count, layer.inner)
             act.copy_(layer.activate(h.to(dtype)))
-            if self.plan.down_planes:
-                pack_rows(act, act, self.plan.down_planes)
+            if plan.down_planes:
+                pack_rows(act, act, plan.down_planes)
 
     def _norm(self, norm: Callable[[Tensor], Tensor]) -> None:
         """Round the outputs, add biases and apply the post-expert norm, in place."""

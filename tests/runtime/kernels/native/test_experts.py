@@ -252,7 +252,9 @@ def test_threads_that_are_delayed_between_their_claims_compute_the_bits_of_one(t
 
 
 class FirstPartIsLate:
-    """Products of which the first waits until all other up projections are done.
+    """Products of which the first waits until the up projections of other threads are done.
+
+    Its own thread has claimed the next part, too.
 
     events: (projection, start or end, slot), in order
     """
@@ -260,7 +262,7 @@ class FirstPartIsLate:
     def __init__(self, up_parts: int) -> None:
         self.events: list[tuple[str, str, int]] = []
         self.layer: EncodedLayer | None = None
-        self._others, self._others_done = up_parts - 1, threading.Event()
+        self._others, self._others_done = up_parts - 2, threading.Event()
 
     def before(self, layout: int, slot: int) -> None:
         event = self._projection(layout), "start", slot
@@ -291,7 +293,7 @@ def test_a_down_projection_waits_for_all_parts_of_the_up_projection():
             places[event].append(place)
         slots = {slot for _, _, slot in places}
         assert len(slots) == 2
-        assert places["up", "end", late.events[0][2]][-1] > 2 * 5  # the others were done before it
+        assert places["up", "end", late.events[0][2]][-1] > 2 * 4  # others were done before it
         for slot in slots:
             assert len(places["up", "end", slot]) == 3
             assert len(places["down", "start", slot]) == 2
