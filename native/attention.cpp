@@ -48,9 +48,9 @@ template <class T>
 
 INLINE int64_t heads_of(const ProjectCall& p) { return p.query_heads + 2 * p.key_heads; }
 
-// The codes that are read after those of the heads claimed so far.
-INLINE const uint8_t* next_codes(const ProjectCall& p, int64_t claimed) {
-    const Head& head = p.heads[least(claimed, heads_of(p) - 1)];
+// The codes of a head, or of the last one.
+INLINE const uint8_t* head_codes(const ProjectCall& p, int64_t number) {
+    const Head& head = p.heads[least(number, heads_of(p) - 1)];
     const Matrix& matrix = *head.matrix;
     return row_codes(*matrix.layout, matrix.base, head.first);
 }
@@ -78,7 +78,7 @@ void project_encoded(ProjectCall& p) {
         const int64_t number = units.number;
         const Head& head = p.heads[number];
         float* row = p.projected + number * p.width;
-        const uint8_t* next = next_codes(p, units.next());
+        const uint8_t* next = head_codes(p, units.next());
         multiply_row(*head.matrix, p.hidden, head.first, p.width, input, row, scratch, next);
         finish_head<T>(p, number, row);
     }
@@ -110,7 +110,7 @@ void project_rows_encoded(TokensCall& p) {
         const Head& head = one.heads[number];
         const Matrix& matrix = *head.matrix;
         const int64_t planes = matrix.format->planes;
-        const uint8_t* next = next_codes(one, current(p.cursor));
+        const uint8_t* next = head_codes(one, current(p.cursor));
         for (int64_t token = 0; token < p.tokens; token++) {
             float* row = p.out + token * step + number * width;
             const float* x = p.wide + token * K;

@@ -5,20 +5,6 @@
 
 namespace greenroom {
 
-// The vector whose two halves are 32 bytes at an address.
-template <class T>
-INLINE Vector<T> load_twice(const void* address) {
-#if defined(__AVX512F__)
-    return as<T>(Vector<int64_t>{(Part<int64_t>)_mm512_broadcast_i64x4(read<__m256i>(address))});
-#else
-    Vector<T> result;
-    each<PARTS>([&](auto p) INLINE_LAMBDA {
-        result.part[p] = read<Part<T>>((const char*)address + (p % (PARTS / 2)) * REGISTER);
-    });
-    return result;
-#endif
-}
-
 // The vector whose first half is a constant of lanes, and the second another one.
 template <class T>
 INLINE Vector<T> halves(T first, T second) {
@@ -35,83 +21,6 @@ INLINE Vector<T> halves(T first, T second) {
     else
         result = lanes_of<T>([=](int i) { return i < 32 / (int)sizeof(T) ? first : second; });
     return result;
-}
-
-// The vector whose lane i is numbers[index(i)], for 4, 8 or 16 numbers in memory and a constant
-// function.
-template <int COUNT = 16, class Index>
-INLINE Floats spread(const float* numbers, Index index) {
-    Floats result;
-    each<PARTS>([&](auto p) INLINE_LAMBDA {
-        constexpr int lanes = REGISTER / 4, first = p * lanes;
-        constexpr bool equal = []<int... I>(std::integer_sequence<int, I...>) {
-            return ((Index{}(first + I) == Index{}(first)) && ...);
-        }(std::make_integer_sequence<int, lanes>{});
-        if constexpr (equal) {
-            result.part[p] = part_of(numbers[index(first)]);
-        } else {
-            constexpr auto all_lanes = std::make_integer_sequence<int, lanes>{};
-            [[maybe_unused]] auto picks = [&]<int... I>(std::integer_sequence<int, I...>) {
-                return Part<int32_t>{index(first + I)...};
-            }(all_lanes);
-            [[maybe_unused]] auto one_by_one = [&] {
-                return [&]<int... I>(std::integer_sequence<int, I...>) {
-                    return Part<float>{numbers[index(first + I)]...};
-                }(all_lanes);
-            };
-#if defined(__AVX512F__)
-            if constexpr (COUNT == 4)
-                result.part[p] = _mm512_permutevar_ps(
-                    _mm512_broadcast_f32x4(read<__m128>(numbers)), (__m512i)picks);
-            else if constexpr (COUNT == 8)
-                result.part[p] = _mm512_permutexvar_ps(
-                    (__m512i)picks, _mm512_castps256_ps512(read<__m256>(numbers)));
-            else
-                result.part[p] = _mm512_permutexvar_ps((__m512i)picks, read<__m512>(numbers));
-#elif defined(__AVX2__)
-            if constexpr (COUNT == 4)
-                result.part[p] = _mm256_permutevar_ps(
-                    _mm256_broadcast_ps((const __m128*)numbers), (__m256i)picks);
-            else if constexpr (COUNT == 8)
-                result.part[p] =
-                    _mm256_permutevar8x32_ps(read<__m256>(numbers), (__m256i)picks);
-            else
-                result.part[p] = one_by_one();
-#else
-            result.part[p] = one_by_one();
-#endif
-        }
-    });
-    return result;
-}
-
-// The vector of eight numbers in memory and eight times another number.
-INLINE Floats joined(const float* first, float second) {
-#if defined(__AVX512F__)
-    return {(Part<float>)_mm512_insertf32x8(
-        _mm512_set1_ps(second), read<__m256>(first), 0)};
-#else
-    Floats result = all(second);
-    std::memcpy(&result, first, 32);
-    return result;
-#endif
-}
-
-// The vector that repeats four numbers in memory.
-INLINE Floats repeat_four(const float* numbers) {
-#if defined(__AVX512F__)
-    return {(Part<float>)_mm512_broadcast_f32x4(read<__m128>(numbers))};
-#else
-    Floats result;
-    each<PARTS>([&](auto p) INLINE_LAMBDA {
-#if defined(__AVX2__)
-        result.part[p] = _mm256_broadcast_ps((const __m128*)numbers);
-#else
-        result.part[p] = vld1q_f32(numbers);
-#endif
-    });
-    return result;
-#endif
 }
 
 // Sum lanes, the upper half of a vector added to its lower half, again and again.
@@ -171,57 +80,6 @@ INLINE FourFloats lane_sums(const Floats& a, const Floats& b, const Floats& c, c
     };
     float32x4_t ab = two(a, b), cd = two(c, d);
     return (FourFloats)vaddq_f32(vuzp1q_f32(ab, cd), vuzp2q_f32(ab, cd));
-#endif
-}
-
-// Sum the lanes of each half of a vector in the same way.
-struct TwoSums {
-    float first, second;
-};
-INLINE TwoSums half_sums(const Floats& a) {
-    alignas(64) float lane[LANES];
-    store(lane, a);
-    auto four = [&](int i) { return (lane[i] + lane[i + 4]) + (lane[i + 2] + lane[i + 6]); };
-    return {four(0) + four(1), four(8) + four(9)};
-}
-
-// The same for four vectors.
-struct FourTwoSums {
-    FourFloats first, second;
-};
-INLINE FourTwoSums half_sums(
-    const Floats& a, const Floats& b, const Floats& c, const Floats& d) {
-#if defined(__AVX512F__)
-    auto four = [](const Floats& v, const Floats& w) INLINE_LAMBDA {
-        return _mm512_add_ps(_mm512_shuffle_f32x4(v.part[0], w.part[0], 0x88),
-                             _mm512_shuffle_f32x4(v.part[0], w.part[0], 0xdd));
-    };
-    __m512 ab = four(a, b), cd = four(c, d);
-    __m512 two = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-    __m512 one = _mm512_add_ps(_mm512_shuffle_ps(two, two, 0x88),
-                               _mm512_shuffle_ps(two, two, 0xdd));
-    auto quarter = [&](auto i) INLINE_LAMBDA { return _mm512_extractf32x4_ps(one, i); };
-    return {(FourFloats)_mm_unpacklo_ps(quarter(constant<0>), quarter(constant<2>)),
-            (FourFloats)_mm_unpacklo_ps(quarter(constant<1>), quarter(constant<3>))};
-#elif defined(__AVX2__)
-    auto sums = [&](auto p) INLINE_LAMBDA {
-        auto four = [](__m256 x, __m256 y) INLINE_LAMBDA {
-            return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20),
-                                 _mm256_permute2f128_ps(x, y, 0x31));
-        };
-        __m256 ab = four(a.part[p], b.part[p]), cd = four(c.part[p], d.part[p]);
-        __m256 two = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44),
-                                   _mm256_shuffle_ps(ab, cd, 0xee));
-        __m256 one = _mm256_add_ps(_mm256_shuffle_ps(two, two, 0x88),
-                                   _mm256_shuffle_ps(two, two, 0xdd));
-        return (FourFloats)_mm_unpacklo_ps(_mm256_castps256_ps128(one),
-                                           _mm256_extractf128_ps(one, 1));
-    };
-    return {sums(constant<0>), sums(constant<1>)};
-#else
-    TwoSums all[4] = {half_sums(a), half_sums(b), half_sums(c), half_sums(d)};
-    return {{all[0].first, all[1].first, all[2].first, all[3].first},
-            {all[0].second, all[1].second, all[2].second, all[3].second}};
 #endif
 }
 

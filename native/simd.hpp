@@ -41,25 +41,6 @@ INLINE Ints dot_bytes(Ints total, const Bytes& codes, const SignedBytes& x) {
     return total;
 }
 
-// Add to lane i the products of 16-bit integers 2 i and 2 i + 1.
-INLINE Ints dot_shorts(Ints total, const Shorts& codes, const Shorts& x) {
-    each<PARTS>([&](auto p) INLINE_LAMBDA {
-#if defined(__AVX512VNNI__)
-        total.part[p] = (Part<int32_t>)_mm512_dpwssd_epi32(
-            (__m512i)total.part[p], (__m512i)codes.part[p], (__m512i)x.part[p]);
-#elif defined(__AVX2__)
-        total.part[p] +=
-            (Part<int32_t>)_mm256_madd_epi16((__m256i)codes.part[p], (__m256i)x.part[p]);
-#else
-        int16x8_t c = (int16x8_t)codes.part[p], v = (int16x8_t)x.part[p];
-        total.part[p] += (Part<int32_t>)vpaddq_s32(
-            vmull_s16(vget_low_s16(c), vget_low_s16(v)),
-            vmull_s16(vget_high_s16(c), vget_high_s16(v)));
-#endif
-    });
-    return total;
-}
-
 // Take apart 16 pairs in two vectors: their first numbers and their second numbers.
 struct Pairs {
     Floats first, second;
@@ -88,15 +69,6 @@ INLINE Pairs pairs(const Floats& a, const Floats& b) {
 #endif
     });
     return result;
-#endif
-}
-
-// The same with a total of 0, in one instruction.
-INLINE Ints dot_shorts(const Shorts& codes, const Shorts& x) {
-#if defined(__AVX512BW__)
-    return {(Part<int32_t>)_mm512_madd_epi16((__m512i)codes.part[0], (__m512i)x.part[0])};
-#else
-    return dot_shorts(Ints{}, codes, x);
 #endif
 }
 

@@ -203,15 +203,6 @@ INLINE Vector<T> operator>>(const Vector<T>& a, const Vector<T>& bits) {
 
 // Shift the first half of a vector by A bits and the second by B.
 template <int A, int B, class T>
-INLINE Vector<T> shift_left(const Vector<T>& a) {
-    if constexpr (PARTS == 1) return {a.part[0] << halves_of_part<T>(A, B)};
-    Vector<T> result;
-    each<PARTS>([&](auto p) INLINE_LAMBDA {
-        result.part[p] = a.part[p] << (p < PARTS / 2 ? A : B);
-    });
-    return result;
-}
-template <int A, int B, class T>
 INLINE Vector<T> shift_right(const Vector<T>& a) {
     if constexpr (PARTS == 1) return {a.part[0] >> halves_of_part<T>(A, B)};
     Vector<T> result;

@@ -90,49 +90,6 @@ INLINE Ints where_bits(uint32_t bits, int32_t number) {
 #endif
 }
 
-// Add a number to the bytes whose bits are set. Quarter i of the bytes has the lower half of word
-// i's bits, or the upper half.
-INLINE Bytes plus_bits(const Bytes& a, FourWords words, bool upper, uint8_t number) {
-    Bytes bit = lanes_of<uint8_t>([](int i) { return 1 << i % 8; });
-    auto byte = [=](int i) { return i / 16 * 4 + 2 * upper + i / 8 % 2; };
-    Bytes places = lanes_of<uint8_t>(byte), result;
-    each<PARTS>([&](auto p) INLINE_LAMBDA {
-#if defined(__AVX512BW__)
-        __m512i spread = _mm512_shuffle_epi8(
-            _mm512_broadcast_i32x4(words), (__m512i)places.part[p]);
-        __mmask64 set = _mm512_test_epi8_mask(spread, (__m512i)bit.part[p]);
-        __m512i old = (__m512i)a.part[p];
-        result.part[p] = (Part<uint8_t>)_mm512_mask_add_epi8(
-            old, set, old, _mm512_set1_epi8((char)number));
-#else
-#if defined(__AVX2__)
-        Part<uint8_t> spread = (Part<uint8_t>)_mm256_shuffle_epi8(
-            _mm256_broadcastsi128_si256(words), (__m256i)places.part[p]);
-#else
-        Part<uint8_t> spread = vqtbl1q_u8((uint8x16_t)words, (uint8x16_t)places.part[p]);
-#endif
-        Part<uint8_t> set = (Part<uint8_t>)((spread & bit.part[p]) == bit.part[p]);
-        result.part[p] = a.part[p] + (set & part_of(number));
-#endif
-    });
-    return result;
-}
-
-// The vector that has each of four numbers in memory in four lanes.
-INLINE Floats each_four_times(const float* numbers) {
-#if defined(__AVX512F__)
-    __m512i lanes = (__m512i)lanes_of<int32_t>([](int i) { return i / 4; }).part[0];
-    return {(Part<float>)_mm512_permutexvar_ps(
-        lanes, _mm512_castps128_ps512(read<__m128>(numbers)))};
-#elif defined(__AVX2__)
-    __m256 both = _mm256_broadcast_ps((const __m128*)numbers);
-    return {(Part<float>)_mm256_permutevar_ps(both, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1)),
-            (Part<float>)_mm256_permutevar_ps(both, _mm256_setr_epi32(2, 2, 2, 2, 3, 3, 3, 3))};
-#else
-    return {part_of(numbers[0]), part_of(numbers[1]), part_of(numbers[2]), part_of(numbers[3])};
-#endif
-}
-
 // Convert float16 to float32: the first, or the second, 16 of 32.
 INLINE Floats halves_to_floats(const HalfWords& a, int second) {
     Floats result;
