@@ -218,7 +218,7 @@ def test_reads_between_requests(disk, ahead, resizing, lanes):
     play = Play(4, lanes=lanes, ahead=ahead, idle=0.5, capacity=20, failing=0.02, leaving=0.05,
                 resizing=resizing)  # fmt: skip
     counts = perform(disk(LAYERS, EXPERTS), play).rig.scheduler.counts
-    assert (counts.idle > 0 and counts.idle_used > 0) or resizing
+    assert counts.idle > 0 or resizing  # whether one is used depends on the threads
 
 
 def any_play(seed: int) -> Play:
