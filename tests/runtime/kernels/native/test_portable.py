@@ -18,6 +18,7 @@ from greenroom.core.layout import BLOCKS, SlotLayout, WeightSpec
 from greenroom.runtime.kernels.matrix import (
     GROUP,
     MatrixProduct,
+    format_name,
     format_symbol,
     unsupported_reason,
 )
@@ -94,10 +95,10 @@ def results(machine: Machine, spec: WeightSpec, slot: bytes, symbol: str) -> lis
     values["next"] = values["slot"]
     found = [planes.to_bytes(8, "little")]
 
-    def run(function: int, structure: str, out: int, nbytes: int, **fields: int) -> None:
+    def run(function: int, structure: str, result: int, nbytes: int, **fields: int) -> None:
         call = HERE.library.structure(structure)(**fields)
         machine.call(function, machine.place(bytes(call)))
-        found.append(machine.take(out, nbytes))
+        found.append(machine.take(result, nbytes))
 
     def addresses(first: int, step: int, count: int) -> int:
         return machine.place(struct.pack(f"{count}Q", *range(first, first + step * count, step)))
@@ -123,14 +124,14 @@ def results(machine: Machine, spec: WeightSpec, slot: bytes, symbol: str) -> lis
 
 def cases() -> list[object]:
     """All formats of the library that tests have codes for."""
-    symbols = {style: {format_symbol(style.name, dtype) for dtype in DTYPES} for style in STYLES}
+    names = {style: format_name(matrix_of(style)[0]) for style in STYLES}
     return [
         pytest.param(style, symbol, id=f"{style}-{symbol}")
-        for style, names in symbols.items()
+        for style, name in names.items()
         for symbol in (
-            format_symbol(style.name),
-            f"{format_symbol(style.name)}_precise",
-            *sorted(names),
+            format_symbol(name),
+            f"{format_symbol(name)}_precise",
+            *(format_symbol(name, dtype) for dtype in DTYPES),
         )
         if HERE.address(symbol)
     ]
