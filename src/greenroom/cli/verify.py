@@ -154,7 +154,7 @@ def _quality(args: argparse.Namespace, progress: Progress) -> None:
 
 
 def _proof(args: argparse.Namespace, progress: Progress) -> None:
-    from greenroom.hf.check.verify import PROMPT, verify
+    from greenroom.hf.check.verify import EIGHT_BITS_SHARE, PROMPT, verify
 
     verdict = verify(
         args.model,
@@ -184,7 +184,9 @@ def _proof(args: argparse.Namespace, progress: Progress) -> None:
             f"{len(failed)} of {len(verdict.checks)} comparisons failed, first: {failed[0]}"
         )
     if not verdict.near:
-        lost = ", or lose more than 3 % to inputs of 8 bits" if verdict.eight_bits else ""
+        lost = ""
+        if verdict.eight_bits is not None:
+            lost = f", or lose more than {EIGHT_BITS_SHARE:.0%} to inputs of 8 bits"
         raise VerifyError(
             f"the {verdict.kernels} kernels differ from transformers' eager experts by more than"
             f" twice as much as transformers' grouped_mm does{lost}"
