@@ -99,7 +99,7 @@ struct NVFP4 {
 template <bool SCALED>
 struct GGUF {
     static constexpr int block_inputs = 64, block_bytes = 36;
-    static constexpr int span = 64, span_bytes = 36, largest = 24;
+    static constexpr int span = 64, head = 0, largest = 24;
 
     // Scales, halved; code 0x7f is 0.
     INLINE static Floats scales_of(const Ints& codes) {
@@ -136,16 +136,15 @@ struct GGUF {
     }
 
     // 8 bytes have codes i in their low and i + 8 in their high bits.
-    template <class S>
-    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
-        const uint8_t* block = panel.codes + at / 64 * block_bytes;
-        Words four = gather_words(block, panel.step);
-        Floats matrix = all(SCALED ? read<float>(panel.scales) : 1.0f);
+    template <class Block, class S>
+    INLINE static void groups(const Block& block, int64_t at, S& sums) {
+        Words four = block.words(0);
+        Floats matrix = all(SCALED ? read<float>(block.scales) : 1.0f);
         auto scale = [&](int i) INLINE_LAMBDA {
             return scales_of(as<int32_t>((four >> 8 * i) & 255)) * matrix;
         };
         each<2>([&](auto half) INLINE_LAMBDA {
-            FourQuads raw = transposed(block + 4 + 16 * half, panel.step);
+            FourQuads raw = block.sixteen(4 + 16 * half);
             Quads codes;
             each<4>([&](auto i) INLINE_LAMBDA {
                 constexpr int q = i / 2 * 4 + i % 2;

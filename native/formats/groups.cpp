@@ -43,7 +43,10 @@ struct Int8 {
     INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
         Words halves = gather<uint16_t>(panel.scales + at / 64 * 2, panel.scale_step);
         Floats scale = low_halves_to_floats(halves);
-        sums.add(at / 32, shifted_bytes(panel.codes + at, panel.step), scale, scale * -128.0f);
+        const uint8_t* place = panel.codes + at;
+        Quads codes =
+            shifted_bytes(transposed(place, panel.step), transposed(place + 16, panel.step));
+        sums.add(at / 32, codes, scale, scale * -128.0f);
     }
 };
 

@@ -23,12 +23,6 @@ INLINE const uint8_t* block_at(const Row& row, int64_t at) {
 
 INLINE float half_at(const uint8_t* address) { return half_to_float(read<uint16_t>(address)); }
 
-// The block of a panel's first row with input `at`.
-template <class F>
-INLINE const uint8_t* block_at(const Panel& panel, int64_t at) {
-    return panel.codes + (at >> 8) * F::block_bytes;
-}
-
 // Words in memory, whose bytes are the scales of a panel's block: number i is byte i % 4 of word
 // i / 4.
 template <int COUNT>
@@ -88,7 +82,7 @@ struct SixBitScales {
 // 32 bytes hold 32 codes in their low four bits, and the next 32 codes in their high bits.
 struct Q4K {
     static constexpr int block_inputs = 256, block_bytes = 144;
-    static constexpr int span = 256, span_bytes = 144, largest = 15;
+    static constexpr int span = 256, head = 0, largest = 15;
 
     INLINE static void prepare(const Row& row) { put_scales_and_minima(row, block_bytes); }
 
@@ -105,12 +99,11 @@ struct Q4K {
         });
     }
 
-    template <class S>
-    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
-        const uint8_t* block = block_at<Q4K>(panel, at);
-        SixBitScales of(transposed(block, panel.step));
+    template <class Block, class S>
+    INLINE static void groups(const Block& block, int64_t at, S& sums) {
+        SixBitScales of(block.sixteen(0));
         for (int i = 0; i < 8; i += 2) {
-            QuadsOfTwo codes = quads_of_two(block + 16 + 16 * i, panel.step);
+            QuadsOfTwo codes = quads_of_two(block.thirty_two(16 + 16 * i));
             sums.add((at >> 5) + i, codes.low, of.scale(i), of.minimum(i));
             sums.add((at >> 5) + i + 1, codes.high, of.scale(i + 1), of.minimum(i + 1));
         }
@@ -120,7 +113,7 @@ struct Q4K {
 // Four bits as in q4_k, and a fifth bit from 32 other bytes.
 struct Q5K {
     static constexpr int block_inputs = 256, block_bytes = 176;
-    static constexpr int span = 256, span_bytes = 176, largest = 31;
+    static constexpr int span = 256, head = 0, largest = 31;
 
     INLINE static void prepare(const Row& row) { put_scales_and_minima(row, block_bytes); }
 
@@ -134,13 +127,12 @@ struct Q5K {
                                   fma(scale, to_floats(to_ints<uint8_t>(codes, 1)), minimum));
     }
 
-    template <class S>
-    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
-        const uint8_t* block = block_at<Q5K>(panel, at);
-        SixBitScales of(transposed(block, panel.step));
-        Quads fifth = quads_of_bytes(block + 16, panel.step);  // bit i is that of group i
+    template <class Block, class S>
+    INLINE static void groups(const Block& block, int64_t at, S& sums) {
+        SixBitScales of(block.sixteen(0));
+        Quads fifth = block.thirty_two(16);  // bit i is that of group i
         for (int i = 0; i < 8; i += 2) {
-            QuadsOfTwo codes = quads_of_two(block + 48 + 16 * i, panel.step);
+            QuadsOfTwo codes = quads_of_two(block.thirty_two(48 + 16 * i));
             sums.add((at >> 5) + i, codes.low | bits_of(fifth, i - 4, 16), of.scale(i),
                      of.minimum(i));
             sums.add((at >> 5) + i + 1, codes.high | bits_of(fifth, i - 3, 16), of.scale(i + 1),
@@ -161,7 +153,7 @@ INLINE Weights scaled_by_sixteen(const Row& row, int64_t at, const HalfBytes& co
 // Codes of four bits and of two bits, minus 32. 16 scales of eight bits and a float16 factor.
 struct Q6K {
     static constexpr int block_inputs = 256, block_bytes = 210;
-    static constexpr int span = 256, span_bytes = 210, largest = 63;
+    static constexpr int span = 256, head = 0, largest = 63;
 
     INLINE static void prepare(const Row& row) {
         for (int64_t block = 0; block < row.inputs >> 8; block++) {
@@ -180,16 +172,14 @@ struct Q6K {
 
     // Of 128 inputs, 64 bytes have the low bits, and 32 bytes the high bits: those of the first 32
     // inputs lowest.
-    template <class S>
-    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
-        const uint8_t* block = block_at<Q6K>(panel, at);
+    template <class Block, class S>
+    INLINE static void groups(const Block& block, int64_t at, S& sums) {
         BlockScales<4> of;
-        FourQuads scales = transposed(block + 192, panel.step);
+        FourQuads scales = block.sixteen(192);
         each<4>([&](auto i) INLINE_LAMBDA { of.put(i, words(scales, i)); });
-        // The scale is the last half of four bytes, so that no byte behind the row is read.
-        Floats d = low_halves_to_floats(gather_words(block + 206, panel.step) >> 16);
+        Floats d = block.halves(208);
         for (int half = 0; half < 2; half++) {
-            Quads two = quads_of_bytes(block + 128 + 32 * half, panel.step);
+            Quads two = block.thirty_two(128 + 32 * half);
             auto add = [&](int i, const Quads& codes) INLINE_LAMBDA {
                 const int number = 4 * half + i;
                 Floats first = of.signed_byte(2 * number) * d;
@@ -197,8 +187,8 @@ struct Q6K {
                 sums.add_halves((at >> 5) + number, codes, {first, second},
                                 {first * -32.0f, second * -32.0f});
             };
-            QuadsOfTwo even = quads_of_two(block + 64 * half, panel.step);
-            QuadsOfTwo odd = quads_of_two(block + 64 * half + 32, panel.step);
+            QuadsOfTwo even = quads_of_two(block.thirty_two(64 * half));
+            QuadsOfTwo odd = quads_of_two(block.thirty_two(64 * half + 32));
             add(0, even.low | bits_of(two, -4, 48));
             add(1, odd.low | bits_of(two, -2, 48));
             add(2, even.high | bits_of(two, 0, 48));
@@ -212,7 +202,7 @@ struct Q6K {
 // scales i, i + 4, i + 8 and i + 12.
 struct Q3K {
     static constexpr int block_inputs = 256, block_bytes = 110;
-    static constexpr int span = 256, span_bytes = 110, largest = 7;
+    static constexpr int span = 256, head = 0, largest = 7;
 
     INLINE static void prepare(const Row& row) {
         for (int64_t block = 0; block < row.inputs >> 8; block++) {
@@ -234,24 +224,18 @@ struct Q3K {
         return scaled_by_sixteen(row, at, (two | (third + third + third + third)) - 4);
     }
 
-    template <class S>
-    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
-        const uint8_t* block = block_at<Q3K>(panel, at);
-        // 16 bytes end with the row: two others, the scales, and the factor.
-        FourQuads tail = transposed(block + 94, panel.step);
-        auto moved = [&](int i) INLINE_LAMBDA {
-            return words(tail, i) >> 16 | words(tail, i + 1) << 16;
-        };
-        Words first = moved(0), second = moved(1), high = moved(2);
+    template <class Block, class S>
+    INLINE static void groups(const Block& block, int64_t at, S& sums) {
+        Words first = block.words(96), second = block.words(100), high = block.words(104);
         BlockScales<4> of;
         each<4>([&](auto i) INLINE_LAMBDA {
             Words low = ((i % 2 ? second : first) >> i / 2 * 4) & 0x0f0f0f0f;
             of.put(i, low | ((high >> 2 * i) & 0x03030303) << 4);
         });
-        Floats d = low_halves_to_floats(words(tail, 3) >> 16);
-        Quads third = quads_of_bytes(block, panel.step);  // bit i is that of group i
+        Floats d = block.halves(108);
+        Quads third = block.thirty_two(0);  // bit i is that of group i
         for (int half = 0; half < 2; half++) {
-            Quads two = quads_of_bytes(block + 32 + 32 * half, panel.step);
+            Quads two = block.thirty_two(32 + 32 * half);
             for (int i = 0; i < 4; i++) {
                 const int number = 4 * half + i;
                 Floats a = (of.unsigned_byte(2 * number) - 32) * d;
@@ -271,7 +255,7 @@ struct Q3K {
 // and a minimum in the high ones; each of the two has a float16 factor. The minima are negated.
 struct Q2K {
     static constexpr int block_inputs = 256, block_bytes = 84;
-    static constexpr int span = 256, span_bytes = 84, largest = 3;
+    static constexpr int span = 256, head = 0, largest = 3;
 
     INLINE static void prepare(const Row& row) {
         Floats moves = lanes_of<float>([](int i) { return 1.0f / (1 << i / 2 % 4 * 2); });
@@ -293,19 +277,18 @@ struct Q2K {
             fma(all(scales[1]), to_floats(to_ints<uint8_t>(codes, 1)), all(minima[1])));
     }
 
-    template <class S>
-    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
-        const uint8_t* block = block_at<Q2K>(panel, at);
-        FourQuads both = transposed(block, panel.step);
+    template <class Block, class S>
+    INLINE static void groups(const Block& block, int64_t at, S& sums) {
+        FourQuads both = block.sixteen(0);
         BlockScales<4> scales, minima;
         each<4>([&](auto i) INLINE_LAMBDA {
             scales.put(i, words(both, i) & 0x0f0f0f0f);
             minima.put(i, (words(both, i) >> 4) & 0x0f0f0f0f);
         });
-        Words factors = gather_words(block + 80, panel.step);
+        Words factors = block.words(80);
         Floats d = low_halves_to_floats(factors), low = -low_halves_to_floats(factors >> 16);
         for (int half = 0; half < 2; half++) {
-            Quads two = quads_of_bytes(block + 16 + 32 * half, panel.step);
+            Quads two = block.thirty_two(16 + 32 * half);
             for (int i = 0; i < 4; i++) {
                 const int number = 4 * half + i, first = 2 * number;
                 sums.add_halves(
@@ -322,7 +305,7 @@ struct Q2K {
 // 4 bytes their low four bits.
 struct Iq4Xs {
     static constexpr int block_inputs = 256, block_bytes = 136;
-    static constexpr int span = 256, span_bytes = 136, largest = 240;
+    static constexpr int span = 256, head = 0, largest = 240;
 
     INLINE static void prepare(const Row& row) {
         Words low_bits = lanes_of<uint32_t>([](int i) { return i % 8 * 4; });
@@ -341,16 +324,14 @@ struct Iq4Xs {
         return decode_from_table(codes_in_halves(bytes), iq4_numbers(), row.ready[at >> 5]);
     }
 
-    template <class S>
-    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
-        const uint8_t* block = block_at<Iq4Xs>(panel, at);
-        FourQuads head = transposed(block, panel.step);
-        Floats d = low_halves_to_floats(words(head, 0));
-        Words low = words(head, 1), high = words(head, 0) >> 16;
+    template <class Block, class S>
+    INLINE static void groups(const Block& block, int64_t at, S& sums) {
+        Words first = block.words(0), low = block.words(4), high = first >> 16;
+        Floats d = low_halves_to_floats(first);
         for (int i = 0; i < 8; i++) {
             Ints six = as<int32_t>(((low >> 4 * i) & 15) | ((high >> 2 * i) & 3) << 4);
             Floats scale = to_floats(six - 32) * d;
-            FourQuads raw = transposed(block + 8 + 16 * i, panel.step);
+            FourQuads raw = block.sixteen(8 + 16 * i);
             sums.add((at >> 5) + i, looked_up(IQ4, quads_in_halves(raw)), scale,
                      scale * -IQ4_OFFSET);
         }

@@ -5,22 +5,28 @@
 // depend on the panel, on other input rows, or on where a row was cut.
 //
 // A format that multiplies integers is a class with
-//     span, span_bytes          inputs, and bytes of codes, that `groups` takes
+//     span                      inputs that `groups` takes
 //     largest                   code
-//     groups(panel, at, sums)   calls sums.add for each 32 inputs of a span, or sums.add_halves
+//     groups(rows, at, sums)    calls sums.add for each 32 inputs of a span, or sums.add_halves
 //                               if 16 inputs share a scale
+// It reads its blocks from the order of panels (panel.hpp), and has
+//     head                      bytes of a block's head
+//     groups(block, at, sums)   where `rows` is a PanelBlock of `span` inputs; or it reads rows as
+// they are, from a Panel, and has
+//     span_bytes                bytes of a row's codes that `groups` takes
 #pragma once
 
 #include "inputs.hpp"
-#include "quads.hpp"
-#include "row.hpp"
+#include "panel.hpp"
 
 namespace greenroom {
 
-
+// Does a format read the order of panels?
+template <class F>
+constexpr bool ORDERED = requires { F::head; };
 
 // 16 rows of an encoded matrix: addresses of the first row, and bytes from row to row. A step of 0
-// makes all lanes the same row.
+// makes all lanes the same row. In the order of panels the codes are those of a panel.
 struct Panel {
     const uint8_t* codes;
     int64_t step;
@@ -34,11 +40,12 @@ template <int PLANES, int LARGEST, int T>
 struct Sums {
     const PackedGroup<PLANES>* x[T];
     Floats total[T];
-    const uint8_t* ahead;  // codes that are read next
+    const uint8_t* ahead;  // codes that are read next, or null
     int64_t group_bytes;   // of a panel's codes of one group
     bool near;             // do they fit into the first cache, with the present ones?
 
     INLINE void fetch(int64_t group) const {
+        if (!ahead) return;
         const uint8_t* place = ahead + group * group_bytes;
         for (int64_t at = 0; at < group_bytes; at += 64)
             near ? prefetch(place + at) : prefetch_far(place + at);
@@ -100,10 +107,22 @@ template <class F, int PLANES, int T>
         if (!whole) std::memcpy(few + skip, out[t] + first + skip, 4 * count);
         sums.total[t] = load<float>(whole ? out[t] + first : few);
     });
-    sums.ahead = ahead;
-    sums.group_bytes = LANES * GROUP * F::span_bytes / F::span;
-    sums.near = call.inputs / GROUP * sums.group_bytes <= 12 << 10;
-    for (int64_t at = 0; at < call.inputs; at += F::span) F::groups(panel, at, sums);
+    if constexpr (ORDERED<F>) {
+        // The processor itself fetches what follows in memory, in time for codes of few bits.
+        constexpr int block = LANES * F::block_bytes;
+        constexpr bool wide = F::largest == 255;
+        sums.ahead = wide ? panel.codes + 4096 : nullptr;
+        sums.group_bytes = block * GROUP / F::span;
+        sums.near = true;
+        const uint8_t* codes = panel.codes;
+        for (int64_t at = 0; at < call.inputs; at += F::span, codes += block)
+            F::groups(PanelBlock<F>{codes, panel.scales}, at, sums);
+    } else {
+        sums.ahead = ahead;
+        sums.group_bytes = LANES * GROUP * F::span_bytes / F::span;
+        sums.near = call.inputs / GROUP * sums.group_bytes <= 12 << 10;
+        for (int64_t at = 0; at < call.inputs; at += F::span) F::groups(panel, at, sums);
+    }
     each<T>([&](auto t) INLINE_LAMBDA {
         if (whole) return store(out[t] + first, sums.total[t]);
         float few[LANES];
@@ -158,6 +177,33 @@ INLINE bool forms_panel(const RowsCall& call, int64_t first) {
     };
     const Layout& layout = *call.layout;
     return fits(layout.rows_per_scale) && fits(layout.rows_per_zero);
+}
+
+// Multiply rows of a matrix in the order of panels. Rows that are not in this order are arranged on
+// the way, 16 at a time.
+template <class F, int PLANES>
+void multiply_ordered(RowsCall* call) {
+    const Layout& layout = *call->layout;
+    const int64_t nbytes = (call->inputs + F::span - 1) / F::span * F::block_bytes;
+    for (int64_t n = 0, count; n < call->rows; n += count) {
+        const int64_t row = call->first + n, share = layout.rows_per_scale;
+        const bool ordered = row < layout.panel_rows;
+        const int skip = ordered ? row % LANES : 0;
+        count = LANES - skip < call->rows - n ? LANES - skip : call->rows - n;
+        if (share > 1) {  // rows with other scales of the matrix are another panel
+            const int64_t left = share - (row - quotient(row, share) * share);
+            count = count < left ? count : left;
+        }
+        const uint8_t* codes = call->slot + layout.codes + (row - skip) * layout.row_bytes;
+        if (!ordered) {
+            arrange_panel<F>(codes, layout.row_bytes, nbytes, count, call->scratch);
+            codes = call->scratch;
+        }
+        const uint8_t* scales =
+            call->slot + layout.scales + shared_row(row, share) * layout.scale_row_bytes;
+        multiply_tokens<F, PLANES>(
+            {codes, 0, scales, 0, nullptr}, *call, n - skip, skip, count, nullptr);
+    }
 }
 
 template <class F, int PLANES>

@@ -98,8 +98,16 @@ INLINE void round_row(float* weights, int64_t inputs) {
 
 template <class F, class T>
 void expand(RowsCall* call) {
+    const Layout& layout = *call->layout;
     for (int64_t n = 0; n < call->rows; n++) {
         Row row = row_of_call(*call, n, 0);
+        if constexpr (ORDERED<F>)
+            if (int64_t number = call->first + n; number < layout.panel_rows) {
+                const int64_t lane = number % LANES;
+                uint8_t* codes = call->scratch + ready_bytes(call->inputs);
+                restore_row<F>(row.codes - lane * layout.row_bytes, lane, layout.row_bytes, codes);
+                row.codes = codes;
+            }
         float* out = *call->out + n * call->inputs;
         F::prepare(row);
         expand_row<F>(row, out);
@@ -152,14 +160,16 @@ void multiply(RowsCall* call) {
 // many planes of bytes, or of float32.
 template <class F, int PLANES = 0>
 constexpr Format format_of() {
-    if constexpr (PLANES == 0) return {0, multiply<F>, expand<F, float>};
-    else return {PLANES, multiply_panels<F, PLANES>, expand<F, float>};
+    if constexpr (PLANES == 0) return {0, multiply<F>, expand<F, float>, nullptr, nullptr};
+    else if constexpr (!ORDERED<F>)
+        return {PLANES, multiply_panels<F, PLANES>, expand<F, float>, nullptr, nullptr};
+    else return {PLANES, multiply_ordered<F, PLANES>, expand<F, float>, arrange<F>, restore<F>};
 }
 
 // The code for an encoding whose weights are decoded, and rounded to type T.
 template <class F, class T>
 constexpr Format decoded_format() {
-    return {0, multiply_decoded<F, T>, expand<F, T>};
+    return {0, multiply_decoded<F, T>, expand<F, T>, nullptr, nullptr};
 }
 
 #define FORMAT_OF(name, code) \

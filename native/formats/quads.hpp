@@ -13,11 +13,11 @@ struct Quads {
     Bytes part[8];
 };
 
-// Load 16 bytes of each row.
-INLINE FourQuads transposed(const uint8_t* first, int64_t step) {
+// Load 16 bytes of each row; row(i) is the address of those of row i.
+template <class RowAt>
+INLINE FourQuads transposed(RowAt row) {
     auto rows = [&](int i) INLINE_LAMBDA {
-        return four_quarters<uint32_t>(first + i * step, first + (4 + i) * step,
-                                       first + (8 + i) * step, first + (12 + i) * step);
+        return four_quarters<uint32_t>(row(i), row(4 + i), row(8 + i), row(12 + i));
     };
     Words a = rows(0), b = rows(1), c = rows(2), d = rows(3);
     FourQuads result;
@@ -61,6 +61,11 @@ INLINE FourQuads transposed(const uint8_t* first, int64_t step) {
     return result;
 }
 
+// The same for rows that lie `step` bytes apart.
+INLINE FourQuads transposed(const uint8_t* first, int64_t step) {
+    return transposed([=](int i) INLINE_LAMBDA { return first + i * step; });
+}
+
 INLINE Words words(const FourQuads& quads, int i) { return as<uint32_t>(quads.part[i]); }
 
 // The low, or the high, four bits of each byte.
@@ -84,8 +89,7 @@ INLINE Quads looked_up(const uint8_t (&table)[16], const Quads& codes) {
 }
 
 // 32 signed bytes, plus 128.
-INLINE Quads shifted_bytes(const uint8_t* first, int64_t step) {
-    FourQuads low = transposed(first, step), high = transposed(first + 16, step);
+INLINE Quads shifted_bytes(const FourQuads& low, const FourQuads& high) {
     Quads codes;
     each<4>([&](auto q) INLINE_LAMBDA {
         codes.part[q] = low.part[q] + (uint8_t)128;
@@ -120,24 +124,11 @@ INLINE Words gather(const uint8_t* address, int64_t step) {
 struct QuadsOfTwo {
     Quads low, high;
 };
-INLINE QuadsOfTwo quads_of_two(const uint8_t* bytes, int64_t step) {
+INLINE QuadsOfTwo quads_of_two(const Quads& bytes) {
     QuadsOfTwo codes;
-    each<2>([&](auto half) INLINE_LAMBDA {
-        FourQuads raw = transposed(bytes + 16 * half, step);
-        each<4>([&](auto q) INLINE_LAMBDA {
-            codes.low.part[4 * half + q] = low_bits(raw.part[q]);
-            codes.high.part[4 * half + q] = high_bits(raw.part[q]);
-        });
-    });
-    return codes;
-}
-
-// 32 bytes of each row.
-INLINE Quads quads_of_bytes(const uint8_t* bytes, int64_t step) {
-    Quads codes;
-    each<2>([&](auto half) INLINE_LAMBDA {
-        FourQuads raw = transposed(bytes + 16 * half, step);
-        each<4>([&](auto q) INLINE_LAMBDA { codes.part[4 * half + q] = raw.part[q]; });
+    each<8>([&](auto q) INLINE_LAMBDA {
+        codes.low.part[q] = low_bits(bytes.part[q]);
+        codes.high.part[q] = high_bits(bytes.part[q]);
     });
     return codes;
 }

@@ -14,6 +14,7 @@ SHARED(Layout,
     int64_t scales, scale_row_bytes, groups_per_scale, rows_per_scale;  // groups of 32 inputs
     int64_t zeros, zero_row_bytes, rows_per_zero;
     int64_t groups, group_row_bytes, rows_per_group;
+    int64_t panel_rows;  // so many first rows are in the order of panels (panel.hpp)
 )
 
 // One call of a format's code, for some rows of a matrix.
@@ -24,7 +25,7 @@ SHARED(Layout,
 // expand:   decode rows to float32 out[0] [rows, inputs]
 //
 // scratch:  scratch_bytes(inputs) bytes
-// next:     codes to prefetch after those of the last row
+// next:     codes to prefetch after those of the last row, of formats without panels
 SHARED(RowsCall,
     const uint8_t* slot;
     const Layout* layout;
@@ -35,11 +36,25 @@ SHARED(RowsCall,
     const uint8_t* next;
 )
 
-// The code for one encoding.
+// Some bytes of an encoded matrix, in the order of rows and in the order of panels (panel.hpp).
+//
+// The bytes are those from number `start` to `stop` - 1 of the matrix in the order of rows, and
+// `rows` are these bytes alone. `panels` is the whole matrix, of which the first `panel_rows` rows,
+// a multiple of 16, are in panels and the others in the order of rows.
+SHARED(OrderCall,
+    uint8_t* rows;
+    uint8_t* panels;
+    int64_t row_bytes, panel_rows, start, stop;
+)
+
+// The code for one encoding. `arrange` writes the panels of an OrderCall, and `restore` its rows,
+// which must be whole ones; both are null if the format reads rows only.
 struct Format {
     int64_t planes;  // of input rows that are packed as integers (inputs.hpp); 0: they are float32
     void (*multiply)(RowsCall*);
     void (*expand)(RowsCall*);
+    void (*arrange)(OrderCall*);
+    void (*restore)(OrderCall*);
 };
 
 // The row of a tensor that several rows of codes share.
@@ -55,11 +70,10 @@ INLINE int64_t shared_row(int64_t row, int64_t rows_per_row) {
 // vectors, which short rows fill in part.
 constexpr int64_t ready_bytes(int64_t inputs) { return inputs / 2 + 128; }
 
-// Bytes of a call's scratch memory: the scales of four rows, or those of one row and its weights.
-constexpr int64_t scratch_bytes(int64_t inputs) {
-    int64_t scales = ready_bytes(inputs), rows = 4 * scales, decoded = scales + 4 * inputs;
-    return rows > decoded ? rows : decoded;
-}
+// Bytes of a call's scratch memory: the scales of four rows, those of one row and its weights, or
+// the codes of 16 rows, of which each has at most 34 bytes for 32 inputs.
+constexpr int64_t scratch_bytes(int64_t inputs) { return 17 * inputs + 512; }
+static_assert(scratch_bytes(32) >= 4 * ready_bytes(32));
 
 // A row of an encoded matrix. Its scales and minima are converted to float32 before its codes are
 // read, which costs less than to convert each scale where it is used.

@@ -22,16 +22,14 @@ INLINE const uint8_t* block_codes(const Row& row, int64_t at) {
 template <int BYTES>
 struct Blocks {
     static constexpr int block_inputs = 32, block_bytes = BYTES;
-    static constexpr int span = 32, span_bytes = BYTES, largest = 15;
+    static constexpr int span = 32, head = BYTES % 4, largest = 15;
 
     INLINE static Codes codes(const Row& row, int64_t at) {
         return codes_in_halves(block_codes<BYTES>(row, at));
     }
-    INLINE static const uint8_t* block(const Panel& panel, int64_t at) {
-        return panel.codes + at / 32 * BYTES;
-    }
-    INLINE static Quads panel_codes(const Panel& panel, int64_t at) {
-        return quads_in_halves(transposed(block(panel, at) + BYTES - 16, panel.step));
+    template <class Block>
+    INLINE static Quads panel_codes(const Block& block) {
+        return quads_in_halves(block.sixteen(BYTES - 16));
     }
 };
 
@@ -43,10 +41,10 @@ struct Q4_0 : Blocks<18> {
         return decode_symmetric(codes(row, at), row.ready[at / 32]);
     }
 
-    template <class S>
-    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
-        Floats scale = low_halves_to_floats(gather_words(block(panel, at), panel.step));
-        sums.add(at / 32, panel_codes(panel, at), scale, scale * -8.0f);
+    template <class Block, class S>
+    INLINE static void groups(const Block& block, int64_t at, S& sums) {
+        Floats scale = block.halves(0);
+        sums.add(at / 32, panel_codes(block), scale, scale * -8.0f);
     }
 };
 
@@ -61,10 +59,10 @@ struct Q4_1 : Blocks<20> {
         });
     }
 
-    template <class S>
-    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
-        Words both = gather_words(block(panel, at), panel.step);
-        sums.add(at / 32, panel_codes(panel, at), low_halves_to_floats(both),
+    template <class Block, class S>
+    INLINE static void groups(const Block& block, int64_t at, S& sums) {
+        Words both = block.words(0);
+        sums.add(at / 32, panel_codes(block), low_halves_to_floats(both),
                  low_halves_to_floats(both >> 16));
     }
 };
@@ -74,15 +72,14 @@ struct GgufMxfp4 : Blocks<17> {
     static constexpr int largest = 24;
 
     // The scales are halves of e8m0 numbers: 2^(e - 128).
-    INLINE static Floats half_e8m0(const Words& words) {
-        Ints e = as<int32_t>(words & 255);
+    INLINE static Floats half_e8m0(const Ints& e) {
         Ints small = choose(equal(e, 1), all<int32_t>(0x400000), all<int32_t>(0x200000));
         return as<float>(choose(less(e, 2), small, (e - 1) << 23));
     }
 
     INLINE static void prepare(const Row& row) {
         prepare_in_blocks<17>(row, [&](int64_t at, const Words& words) INLINE_LAMBDA {
-            row.put(at, half_e8m0(words));
+            row.put(at, half_e8m0(as<int32_t>(words & 255)));
         });
     }
 
@@ -90,10 +87,10 @@ struct GgufMxfp4 : Blocks<17> {
         return decode_from_table(codes(row, at), twice_e2m1(0.0f), row.ready[at / 32]);
     }
 
-    template <class S>
-    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
-        Floats scale = half_e8m0(gather_words(block(panel, at), panel.step));
-        Quads codes = looked_up(TWICE_E2M1, panel_codes(panel, at));
+    template <class Block, class S>
+    INLINE static void groups(const Block& block, int64_t at, S& sums) {
+        Floats scale = half_e8m0(block.bytes(0));
+        Quads codes = looked_up(TWICE_E2M1, panel_codes(block));
         sums.add(at / 32, codes, scale, scale * -TWICE_E2M1_OFFSET);
     }
 };
@@ -108,10 +105,10 @@ struct Iq4Nl : Blocks<18> {
         return decode_from_table(codes(row, at), iq4_numbers(), row.ready[at / 32]);
     }
 
-    template <class S>
-    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
-        Floats scale = low_halves_to_floats(gather_words(block(panel, at), panel.step));
-        Quads codes = looked_up(IQ4, panel_codes(panel, at));
+    template <class Block, class S>
+    INLINE static void groups(const Block& block, int64_t at, S& sums) {
+        Floats scale = block.halves(0);
+        Quads codes = looked_up(IQ4, panel_codes(block));
         sums.add(at / 32, codes, scale, scale * -IQ4_OFFSET);
     }
 };
@@ -120,7 +117,7 @@ struct Iq4Nl : Blocks<18> {
 template <int BYTES>
 struct FiveBits {
     static constexpr int block_inputs = 32, block_bytes = BYTES;
-    static constexpr int span = 32, span_bytes = BYTES, largest = 31;
+    static constexpr int span = 32, head = BYTES % 4, largest = 31;
 
     // Load the codes of 32 inputs, converted to float32.
     INLINE static Weights codes(const Row& row, int64_t at) {
@@ -130,15 +127,11 @@ struct FiveBits {
                  to_floats((four >> 4) | where_bits(read<uint16_t>(place - 2), 16))}};
     }
 
-    INLINE static const uint8_t* block(const Panel& panel, int64_t at) {
-        return panel.codes + at / 32 * BYTES;
-    }
-
     // Bits 4 q to 4 q + 3 of a word are the fifth bits of part q.
-    INLINE static Quads panel_codes(const Panel& panel, int64_t at) {
-        const uint8_t* place = block(panel, at) + BYTES - 20;
-        Words fifth = gather_words(place, panel.step);
-        Quads codes = quads_in_halves(transposed(place + 4, panel.step));
+    template <class Block>
+    INLINE static Quads panel_codes(const Block& block) {
+        Words fifth = block.words(BYTES - 20);
+        Quads codes = quads_in_halves(block.sixteen(BYTES - 16));
         each<8>([&](auto q) INLINE_LAMBDA {
             Words bits = (fifth >> 4 * q) & 15;
             // Bit i moves to bit 8 i + 4, and its other copies are masked.
@@ -159,10 +152,10 @@ struct Q5_0 : FiveBits<22> {
         return weights_of((code.part[0] - 16) * scale, (code.part[1] - 16) * scale);
     }
 
-    template <class S>
-    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
-        Floats scale = low_halves_to_floats(gather_words(block(panel, at), panel.step));
-        sums.add(at / 32, panel_codes(panel, at), scale, scale * -16.0f);
+    template <class Block, class S>
+    INLINE static void groups(const Block& block, int64_t at, S& sums) {
+        Floats scale = block.halves(0);
+        sums.add(at / 32, panel_codes(block), scale, scale * -16.0f);
     }
 };
 
@@ -177,10 +170,10 @@ struct Q5_1 : FiveBits<24> {
                           fma(scale, code.part[1], minimum));
     }
 
-    template <class S>
-    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
-        Words both = gather_words(block(panel, at), panel.step);
-        sums.add(at / 32, panel_codes(panel, at), low_halves_to_floats(both),
+    template <class Block, class S>
+    INLINE static void groups(const Block& block, int64_t at, S& sums) {
+        Words both = block.words(0);
+        sums.add(at / 32, panel_codes(block), low_halves_to_floats(both),
                  low_halves_to_floats(both >> 16));
     }
 };
@@ -188,7 +181,7 @@ struct Q5_1 : FiveBits<24> {
 // Signed bytes times a scale.
 struct Q8_0 {
     static constexpr int block_inputs = 32, block_bytes = 34;
-    static constexpr int span = 32, span_bytes = 34, largest = 255;
+    static constexpr int span = 32, head = 2, largest = 255;
 
     INLINE static void prepare(const Row& row) { prepare_halves_in_blocks<34>(row); }
 
@@ -197,11 +190,10 @@ struct Q8_0 {
     }
 
     // The codes are shifted by 128, so that they have no sign.
-    template <class S>
-    INLINE static void groups(const Panel& panel, int64_t at, S& sums) {
-        const uint8_t* block = panel.codes + at / 32 * block_bytes;
-        Floats scale = low_halves_to_floats(gather_words(block, panel.step));
-        sums.add(at / 32, shifted_bytes(block + 2, panel.step), scale, scale * -128.0f);
+    template <class Block, class S>
+    INLINE static void groups(const Block& block, int64_t at, S& sums) {
+        Floats scale = block.halves(0);
+        sums.add(at / 32, shifted_bytes(block.sixteen(2), block.sixteen(18)), scale, scale * -128.0f);
     }
 };
 

@@ -84,13 +84,16 @@ ALIGNMENT = 64  # bytes; tensors inside a slot start on a cache line
 class TensorSpec:
     """The place of one of an expert's tensors in the expert's memory slot.
 
-    The tensor is C-contiguous and begins at byte `offset` of the slot.
+    The tensor is C-contiguous and begins at byte `offset` of the slot. With `panels`, it has the
+    codes of a matrix of that encoding, whose rows lie in the order of panels, 16 at a time
+    (native/formats/panel.hpp); the last rows, less than 16, lie as they do otherwise.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     offset: int
+    panels: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -207,7 +210,9 @@ class Copy:
     target_strides[1]` of the slot. The dtypes may differ.
 
     If the file has the elements in a `form` of its own (runtime/slots/forms.py), they are the whole
-    of a stored tensor, and `source_strides` are the tensor's bytes and 0.
+    of a stored tensor, and `source_strides` are the tensor's bytes and 0. With `panels`, the copy
+    is contiguous, and has rows of a matrix of that encoding, a multiple of 16, which it writes in
+    the order of panels.
     """
 
     source: int
@@ -218,6 +223,7 @@ class Copy:
     source_dtype: str
     target_dtype: str
     form: str = ""
+    panels: str = ""
 
     @property
     def contiguous(self) -> bool:

@@ -38,6 +38,7 @@ from greenroom.hf.memory.slots import (
     open_store,
     pieces_of,
     slots_for,
+    with_panels,
 )
 from greenroom.plan.history import files, recent
 from greenroom.plan.history.recent import RecentRouting
@@ -74,6 +75,7 @@ class Greenroom:
     ) -> None:
         """Attach an expert cache that reads from `store`, or from the checkpoint's files."""
         module_guard.remove(model)  # an earlier cache's guard refuses to move modules to a device
+        setup = with_panels(setup)
         self.setup, self._model = setup, weakref.ref(model)
         self.original_generation_config: Any = None  # before `load` changed it
         self.kernel: Kernel = make_kernel(kernels_of(setup))

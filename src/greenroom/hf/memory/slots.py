@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from greenroom.config import Amount
@@ -14,6 +15,7 @@ from greenroom.core.transfers.tiers import HostTier, host_slot_groups, least_hos
 from greenroom.errors import BudgetError, UsageError
 from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
 from greenroom.hf.checkpoint.pack.checked import disk_store
+from greenroom.hf.memory.devices import kernels_of, lanes_of
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.policies import policy as named_policy
 from greenroom.runtime.cuda.engine import Engine
@@ -21,6 +23,8 @@ from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver.copier import Store
 from greenroom.runtime.fakes import FakeSlots, FakeStore
+from greenroom.runtime.kernels import panel_order
+from greenroom.runtime.kernels.panel_order import Panels
 from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.slots.nested_planes import PlaneJoiner
 from greenroom.runtime.slots.tier import MultiPoolTier, Sizes, SlotPool, Tier
@@ -49,6 +53,17 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
             f" or {-(-10_000 // catalog.experts) / 100:.2f}% of the {catalog.experts} experts"
         )
     return min(slots, catalog.experts)
+
+
+def with_panels(setup: ModelSetup) -> ModelSetup:
+    """Return a setup whose experts are arranged for the compiled kernels that compute them.
+
+    Experts that pass through host memory on their way, or in segments or copies, stay in rows.
+    """
+    compiled = kernels_of(setup) in panel_order.KERNELS
+    if not compiled or len(lanes_of(setup)) > 1 or setup.split or setup.copies:
+        return setup
+    return replace(setup, catalog=panel_order.in_panels(setup.catalog))
 
 
 def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
@@ -163,7 +178,7 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
         nestings = catalog.nested_layouts if isinstance(catalog, CopiesCatalog) else ()
         joins = PlaneJoiner(nestings) if nestings and split is None else None
         slot_pools = [
-            kind(*each, plane_joiner=None if n else joins)
+            kind(*each, plane_joiner=None if n else joins, panel_order=Panels())
             for n, each in enumerate(zip(counts, strides, most, strict=True))
         ]
     return (

@@ -28,6 +28,7 @@ from greenroom.runtime.encodings.packed import GROUP as PACKED
 from greenroom.runtime.kernels.native.library import library
 
 GROUP = 32  # inputs that are decoded at a time: rows are a multiple of them
+PANEL = 16  # rows that are multiplied at a time (panel_order.py)
 _AFFINE = {f"{kind}{bits}" for kind in ("symmetric", "affine", "indexed") for bits in (4, 8)}
 # Inputs that share a scale, where the format fixes that.
 _GROUPS = {**PACKED, "mxfp4": GROUP, "nvfp4": 16, "ct_nvfp4": 16}
@@ -67,6 +68,10 @@ class MatrixProduct:
             *((c.offset, c.nbytes // c.shape[0], rows // c.shape[0]) for c in companions),
             *[(values.offset, 0, 1)] * 3,
         ][:3]
+        panel_rows = 0
+        if values.panels:
+            assert first % PANEL == 0, "panels begin at multiples of 16 rows"
+            panel_rows = first + rows // PANEL * PANEL
         self._product = _format(weight, dtype, kernels)
         self._layout = array(
             "q",
@@ -74,6 +79,7 @@ class MatrixProduct:
                 *(values.offset - first * row_bytes, row_bytes, *scale[:2], share, scale[2]),
                 *other,
                 *index,
+                panel_rows,
             ],
         )
         self.planes = int(self._product.planes)
@@ -106,6 +112,8 @@ class Format(ctypes.Structure):
         ("planes", ctypes.c_int64),
         ("multiply", ctypes.c_void_p),
         ("expand", ctypes.c_void_p),
+        ("arrange", ctypes.c_void_p),
+        ("restore", ctypes.c_void_p),
     ]
 
 

@@ -8,6 +8,7 @@ address, and kernels address a slot by a base address, a stride and the slot's n
 from __future__ import annotations
 
 import mmap
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,22 @@ from greenroom.runtime.slots.nested_planes import PlaneJoiner
 from greenroom.runtime.slots.tier import SlotPool, overlap
 
 _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
+
+
+class PanelOrder(Protocol):
+    """Protocol of what moves encoded matrices to the order of panels, in which kernels read them.
+
+    `panels` are the bytes [rows * row_bytes] of a matrix in that order, `first` is a byte's number
+    in the order of rows.
+    """
+
+    def arrange(
+        self, encoding: str, data: np.ndarray, first: int, panels: np.ndarray, row_bytes: int
+    ) -> None:
+        """Write the bytes `data` of a matrix, from number `first` on, to their places."""
+
+    def restore(self, encoding: str, panels: np.ndarray, row_bytes: int) -> np.ndarray:
+        """Return the bytes of a matrix in the order of rows."""
 
 
 class HostSlots(SlotPool):
@@ -35,12 +52,14 @@ class HostSlots(SlotPool):
         reserve: int | None = None,
         *,
         plane_joiner: PlaneJoiner | None = None,
+        panel_order: PanelOrder | None = None,
         memory: np.ndarray | None = None,
     ) -> None:
         """Reserve host memory for the slots, or use the caller's.
 
         reserve: the largest number of slots that `trim` accepts (default: `capacity`)
         plane_joiner: joins the planes of nested experts
+        panel_order: writes copies that have `panels`
         memory: the caller's memory; these slots must be neither trimmed nor closed
 
         Raises DeviceError for 0 slots, and if there is not enough address space."""
@@ -50,6 +69,7 @@ class HostSlots(SlotPool):
                 " --memory or --cache"
             )
         self.capacity, self.stride, self._plane_joiner = capacity, stride, plane_joiner
+        self._panel_order = panel_order
         self.reserve = max(capacity, reserve or 0)
         if memory is None:
             self._map = reserve_memory(self.reserve * stride, large_pages=True)
@@ -65,8 +85,14 @@ class HostSlots(SlotPool):
         return self._bytes[slot * self.stride : (slot + 1) * self.stride]
 
     def tensor(self, slot: int, spec: TensorSpec) -> torch.Tensor:
+        """Return a view of one tensor of the expert in a slot; of one in panels, a copy in rows."""
         start = slot * self.stride + spec.offset
         flat = self._torch[start : start + spec.nbytes]
+        if spec.panels:
+            assert self._panel_order is not None
+            row_bytes = spec.nbytes // spec.shape[0]
+            rows = self._panel_order.restore(spec.panels, flat.numpy(), row_bytes)
+            flat = torch.from_numpy(rows)
         return flat.view(_TORCH[spec.dtype]).view(spec.shape)
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
@@ -75,7 +101,7 @@ class HostSlots(SlotPool):
         A nested expert is stored as two 4-bit planes, which are joined after its last chunk.
         """
         target = self.bytes(slot)
-        _copy(target, copies, data, start)
+        _copy(target, copies, data, start, self._panel_order)
         if self._plane_joiner is not None:
             self._plane_joiner.count_bytes(slot, target, copies, data.size)
 
@@ -122,13 +148,26 @@ class HostSlots(SlotPool):
         self.capacity = 0
 
 
-def _copy(slot: np.ndarray, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
+def _copy(
+    slot: np.ndarray,
+    copies: tuple[Copy, ...],
+    data: np.ndarray,
+    start: int,
+    panel_order: PanelOrder | None = None,
+) -> None:
     """Write a chunk of an expert into a slot's bytes (see `SlotPool.write`)."""
     for copy in copies:
         if not copy.contiguous:
             _transform(data, slot, copy)
         elif ranges := overlap(copy, start, data.size):
-            slot[ranges[1]] = data[ranges[0]]
+            source, target = ranges
+            if copy.panels:
+                assert panel_order is not None
+                panels = slot[copy.target :][: copy.nbytes]
+                first, row_bytes = target.start - copy.target, copy.shape[1]
+                panel_order.arrange(copy.panels, data[source], first, panels, row_bytes)
+            else:
+                slot[target] = data[source]
 
 
 def _transform(data: np.ndarray, slot: np.ndarray, copy: Copy) -> None:

@@ -40,6 +40,7 @@ from greenroom.runtime.kernels.dense.stored import (
     JoinedMatrix,
     MatrixRecord,
     StoredMatrix,
+    encoded_matrices,
     product_scratch,
     restore_weights,
     stored_matrix,
@@ -47,6 +48,7 @@ from greenroom.runtime.kernels.dense.stored import (
 )
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.native.library import library
+from greenroom.runtime.kernels.panel_order import KERNELS
 
 FEW = 16  # tokens
 _SERIAL = 1 << 17  # so many weights are not worth starting a second thread
@@ -100,6 +102,9 @@ def accelerate(
     add_experts: computes a layer's experts and adds them to the residual
     kernels: products of encoded matrices: native, precise or rounded (matrix.py)
     """
+    if kernels in KERNELS:
+        for matrix in encoded_matrices(model):
+            matrix.arrange()
     accelerated, tried, attentions = (
         Accelerated(model),
         dict[Any, bool](),

@@ -10,6 +10,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import addressof
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 from greenroom.core.layout import ALIGNMENT, SlotLayout, TensorSpec, WeightSpec
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
-from greenroom.runtime.kernels.matrix import MatrixProduct, unsupported_reason
+from greenroom.runtime.kernels.matrix import PANEL, MatrixProduct, unsupported_reason
 from greenroom.runtime.kernels.native.library import library
+from greenroom.runtime.kernels.panel_order import Panels, has_panels
 
 STORED = "_greenroom_stored"  # name of a module's attribute
 EXPANDED = 32 << 20  # bytes expanded at a time, for many tokens
 CHUNK = 1 << 20  # weights decoded at a time
+ARRANGED = 1 << 20  # bytes that are moved to the order of panels at a time
 FEW = 8  # rows that a thread expands at a time (native/layers.cpp)
 _DTYPES = {torch.bfloat16, torch.float16}
 _local = threading.local()
@@ -61,7 +64,8 @@ class StoredMatrix:
 
         The tensors are the codes, then companions such as scales.
         """
-        self._memory = empty(self.nbytes + ALIGNMENT, dtype=torch.uint8)
+        self._memory, self._expanding = empty(self.nbytes + ALIGNMENT, dtype=torch.uint8), None
+        self.spec = self.layout.weight("weight")
         self.device = self._memory.device
         return self.parts
 
@@ -73,14 +77,39 @@ class StoredMatrix:
 
     @property
     def parts(self) -> list[Tensor]:
-        """Return an encoded matrix's tensors: the codes, then companions such as scales."""
+        """Return an encoded matrix's tensors: the codes, then companions such as scales.
+
+        Codes that were arranged in panels are a copy.
+        """
         return [self._part(spec) for spec in self.spec.parts]
 
-    def _part(self, spec: TensorSpec) -> Tensor:
+    def _bytes(self, spec: TensorSpec) -> Tensor:
         assert self._memory is not None, "the matrix has no memory: call allocate first"
         start = self.address - self._memory.data_ptr() + spec.offset
-        raw = self._memory[start : start + spec.nbytes]
+        return self._memory[start : start + spec.nbytes]
+
+    def _part(self, spec: TensorSpec) -> Tensor:
+        raw = self._bytes(spec)
+        if spec.panels:
+            row_bytes = spec.nbytes // spec.shape[0]
+            raw = torch.from_numpy(Panels().restore(spec.panels, raw.numpy(), row_bytes))
         return raw.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+    def arrange(self) -> None:
+        """Move a matrix in memory to the order of panels, if kernels read its encoding in that.
+
+        Records of the matrix that were made before describe it wrongly from then on.
+        """
+        codes, *companions = self.spec.parts
+        if codes.panels or self._memory is None or not has_panels(self.spec.encoding):
+            return
+        data, row_bytes = self._bytes(codes).numpy(), codes.nbytes // codes.shape[0]
+        step = max(1, ARRANGED // (PANEL * row_bytes)) * PANEL * row_bytes
+        for first in range(0, data.size, step):
+            part = data[first : first + step].copy()
+            Panels().arrange(self.spec.encoding, part, first, data, row_bytes)
+        parts = replace(codes, panels=self.spec.encoding), *companions
+        self.spec, self._expanding = replace(self.spec, parts=parts), None
 
     def is_contiguous(self) -> bool:
         """Return True, as a contiguous tensor does."""
@@ -258,6 +287,15 @@ def _matrices(model: nn.Module) -> Iterator[StoredMatrix | JoinedMatrix]:
             yield matrix
 
 
+def encoded_matrices(model: nn.Module) -> list[StoredMatrix]:
+    """List a model's matrices in their checkpoint's encoding, parts of joined ones too."""
+    matrices = dict[StoredMatrix, None]()
+    for matrix in _matrices(model):
+        parts = matrix.parts if isinstance(matrix, JoinedMatrix) else [matrix]
+        matrices.update((part, None) for part in parts if isinstance(part, StoredMatrix))
+    return list(matrices)
+
+
 def any_stored(weights: Sequence[Tensor | StoredMatrix]) -> bool:
     """Check whether any of some weight matrices is in its checkpoint's encoding.
 
@@ -282,7 +320,7 @@ def expanded_bytes(model: nn.Module) -> int:
 
 def product_scratch(columns: int) -> int:
     """Return how many bytes of scratch memory a product with an encoded matrix needs."""
-    return 13 * columns + 4096
+    return 26 * columns + 4096
 
 
 def thread_scratch(stride: int) -> int:
