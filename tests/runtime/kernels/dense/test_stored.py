@@ -223,3 +223,33 @@ def test_attention_with_unrounded_weights_is_near() -> None:
     mine = one(x, positions, None, copy.deepcopy(cache))[0]
     expected = other(x, positions, None, copy.deepcopy(cache))[0]
     assert 0 < distance(mine, expected) < 0.02
+
+
+@pytest.mark.parametrize("rows", [384, 39, 7])
+def test_an_arranged_matrix_has_the_bits_of_the_same_in_rows(rows: int) -> None:
+    style = BY_NAME["q6_k"]
+    plain, moved = matrix(style, (rows, COLUMNS)), matrix(style, (rows, COLUMNS))
+    before = plain.parts[0].clone()
+    moved.arrange()
+    moved.arrange()  # a second time, nothing
+    assert moved.spec.parts[0].panels == "q6_k"
+    assert torch.equal(moved.parts[0], before)
+    assert torch.equal(moved.decode(), plain.decode())
+    assert torch.equal(moved.rows(3, 4), plain.rows(3, 4))
+    ids = torch.tensor([[rows - 1, 0, 5]])
+    assert torch.equal(moved.look_up(ids), plain.look_up(ids))
+    x = torch.randn(3, COLUMNS).bfloat16()
+    products = []
+    for each in (plain, moved):
+        linear = nn.Linear(COLUMNS, rows, bias=False, dtype=each.dtype).requires_grad_(False)
+        attach_matrix(linear, each)
+        products.append(accelerated.linear_forward(linear, each)(x))
+    assert torch.equal(*products)
+
+
+def test_what_has_no_panels_stays_as_it_is() -> None:
+    stored = matrix(BY_NAME["int4-float16"])
+    before = stored.parts[0].clone()
+    stored.arrange()
+    assert stored.spec.parts[0].panels == ""
+    assert torch.equal(stored.parts[0], before)

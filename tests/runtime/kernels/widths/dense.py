@@ -12,6 +12,7 @@ from greenroom.runtime.kernels.dense.norms import NORMS
 from greenroom.runtime.kernels.dense.stored import FEW
 from tests.runtime.kernels.codes import Style, planes_of
 from tests.runtime.kernels.packed import equal, pack
+from tests.runtime.kernels.panels import PANELS
 from tests.runtime.kernels.widths.kernel import (
     PlacedMatrix,
     WalledKernel,
@@ -49,12 +50,19 @@ def check_linear(kernel: WalledKernel, inputs: int, outputs: int) -> Iterator[Te
         yield from (out, sums)
 
 
+def orders(style: Style) -> tuple[bool, ...]:
+    """Is the matrix in panels?"""
+    return (False, True) if style.name in PANELS else (False,)
+
+
 def check_encoded_linear(kernel: WalledKernel, inputs: int, style: Style) -> Iterator[Tensor]:
     """Products with an encoded matrix, as it is and rounded to the model's type."""
     x, bias = kernel.normals(11, inputs), kernel.integers(OUTPUTS)
     kinds = ("native", "precise", "rounded") if planes_of(style) == 1 else ("native", "rounded")
-    for kernels, rows in product(kinds, (1, 3, 11)):
-        matrix = PlacedMatrix(kernel, style, (OUTPUTS, inputs), kernels)
+    for kernels, rows, order in product(kinds, (1, 3, 11), orders(style)):
+        if order and kernels == "rounded":
+            continue
+        matrix = PlacedMatrix(kernel, style, (OUTPUTS, inputs), kernels, order)
         out = kernel.allocate(rows, OUTPUTS, dtype=kernel.dtype)
         stride = 4 * rows * inputs + matrix.scratch
         kernel.call(
@@ -70,9 +78,9 @@ def check_encoded_linear(kernel: WalledKernel, inputs: int, style: Style) -> Ite
 def check_expand(kernel: WalledKernel, columns: int, style: Style) -> Iterator[Tensor]:
     """Rows of an encoded matrix: consecutive ones, and those of an index."""
     rows, first = 2 * FEW + 3, 2
-    matrix = PlacedMatrix(kernel, style, (rows + first, columns), "rounded")
-    need = matrix.scratch
-    for index in (None, torch.tensor([5, 0, rows + first - 1])):
+    for index, order in product((None, torch.tensor([5, 0, rows + first - 1])), orders(style)):
+        matrix = PlacedMatrix(kernel, style, (rows + first, columns), "rounded", order)
+        need = matrix.scratch
         chosen = torch.arange(first, first + rows) if index is None else index
         stride = 4 * (1 if index is not None else FEW) * columns + need
         out = kernel.allocate(len(chosen), columns, dtype=kernel.dtype)

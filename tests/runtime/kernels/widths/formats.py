@@ -16,6 +16,7 @@ from torch import Tensor
 from greenroom.core.layout import BLOCKS, PLAIN, SlotLayout, WeightSpec
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.matrix import (
+    PANEL,
     Format,
     MatrixProduct,
     format_name,
@@ -26,6 +27,7 @@ from greenroom.runtime.kernels.native.library import Library
 from tests.runtime.kernels.codes import AFFINE_STYLES, STYLES, Style, planes_of, tensors_of
 from tests.runtime.kernels.native.variants import LIBRARIES
 from tests.runtime.kernels.packed import unpack
+from tests.runtime.kernels.panels import PANELS, arranged
 from tests.runtime.kernels.toys import DTYPES
 from tests.runtime.kernels.walls import NAN, PAGE, moved, walled
 
@@ -51,9 +53,19 @@ def unit_of(style: Style) -> int:
 
 
 class EncodedMatrix:
-    """A matrix whose parts lie behind walls, with its decoded weights."""
+    """A matrix whose parts lie behind walls, with its decoded weights.
 
-    def __init__(self, style: Style, width: int, at_end: bool = True, rows: int = ROWS) -> None:
+    in_panels: are its codes in the order of panels?
+    """
+
+    def __init__(
+        self,
+        style: Style,
+        width: int,
+        at_end: bool = True,
+        rows: int = ROWS,
+        in_panels: bool = False,
+    ) -> None:
         random, shape = np.random.default_rng(width), (rows, width)
         if style.name == PLAIN:
             drawn = torch.from_numpy(random.standard_normal(shape))
@@ -63,7 +75,12 @@ class EncodedMatrix:
         self.spec = spec_of(style, parts)
         assert not unsupported_reason(self.spec), unsupported_reason(self.spec)
         self.style, self.shape, self.values = style, shape, list(parts.values())
-        self.parts = [moved(part, at_end) for part in self.values]
+        self.panel_rows = 0
+        stored = self.values
+        if in_panels:
+            codes = torch.from_numpy(arranged(self.values[0].numpy(), style.name))
+            self.panel_rows, stored = rows // PANEL * PANEL, [codes, *self.values[1:]]
+        self.parts = [moved(part, at_end) for part in stored]
 
     def symbol(self, kernels: str, dtype: torch.dtype) -> str:
         """The name of the matrix's format for a model's type: `kernels` as in matrix.py."""
@@ -95,7 +112,9 @@ class EncodedMatrix:
             else part.data_ptr()
             for part in self.parts
         ]
-        return layout_of(of, self.spec, addresses)
+        layout = layout_of(of, self.spec, addresses)
+        layout.panel_rows = self.panel_rows
+        return layout
 
 
 def layout_of(
@@ -234,17 +253,26 @@ def results(
             got = calls.multiply(tokens, first, count, block=block, start=start)
             expected = whole[:tokens, first : first + count]
             assert same_bits(got, expected), (tokens, count, block, start)
-            if calls.planes:
+            if calls.planes and not matrix.panel_rows:
                 for cut in {unit_of(matrix.style), width - unit_of(matrix.style)} - {0, width}:
                     got = calls.multiply(tokens, first, count, start=start, cut=cut)
                     assert same_bits(got, expected), (tokens, count, cut, start)
 
 
 def check_style(style: Style, blocks: int, at_end: bool = True) -> None:
-    """Compare a format's code in all libraries with float64, and bit for bit."""
-    matrix = EncodedMatrix(style, blocks * unit_of(style), at_end)
+    """Compare a format's code in all libraries with float64, and bit for bit.
+
+    A matrix in panels, which no rounded product reads, has the bits of the same matrix in rows.
+    """
+    width = blocks * unit_of(style)
+    matrix, matrices = EncodedMatrix(style, width, at_end), []
+    if style.name in PANELS:
+        matrices = [EncodedMatrix(style, width, at_end, in_panels=True)]
     for symbol in matrix.forms():
+        rounded = symbol.endswith(tuple(str(dtype)[6:] for dtype in DTYPES))
+        orders = [matrix] if rounded else [matrix, *matrices]
         for first, *others in zip(
-            *(results(of, matrix, symbol, at_end) for of in LIBRARIES), strict=True
+            *(results(of, each, symbol, at_end) for of in LIBRARIES for each in orders),
+            strict=True,
         ):
             assert all(same_bits(first, other) for other in others), (symbol, matrix.shape)

@@ -83,6 +83,7 @@ class PlacedMatrix:
     """An encoded matrix between walls, as kernels of a library take it.
 
     kernels: native, precise or rounded
+    in_panels: are its codes in the order of panels?
     scratch: bytes of memory for a product with one row
     error:   bound of a product's error, for a row and inputs of length 1
     """
@@ -90,10 +91,15 @@ class PlacedMatrix:
     error = 1e-5
 
     def __init__(
-        self, kernel: WalledKernel, style: Style, shape: tuple[int, int], kernels: str = "native"
+        self,
+        kernel: WalledKernel,
+        style: Style,
+        shape: tuple[int, int],
+        kernels: str = "native",
+        in_panels: bool = False,
     ) -> None:
         rows, inputs = shape
-        matrix = _encoded(style, inputs, kernel.at_end, rows)
+        matrix = _encoded(style, inputs, kernel.at_end, rows, in_panels)
         symbol = matrix.symbol(kernels, kernel.dtype)
         self.scratch = ALIGNMENT + BYTES(kernel.of.address("rows_scratch_bytes"))(inputs)
         self.weights = matrix.weights(kernels, kernel.dtype)
