@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from greenroom.core.layout import BLOCKS, SlotLayout
+from greenroom.runtime.kernels import panel_order
 from greenroom.runtime.kernels.dense.accelerate import accelerate
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.recipes import Recipe
@@ -103,8 +104,8 @@ HALVES = {
 }
 
 
-def encoded_layer(encoding: str, hidden: int, inner: int) -> LayerExperts:
-    """A layer of experts with random codes in an encoding, all resident.
+def encoded_layer(encoding: str, hidden: int, inner: int, kernels: str = "native") -> LayerExperts:
+    """A layer of experts with random codes in an encoding, all resident, as kernels read them.
 
     They take 192 MiB, or more for a few large experts.
     """
@@ -116,11 +117,19 @@ def encoded_layer(encoding: str, hidden: int, inner: int) -> LayerExperts:
     sizes = [(name, tuple(t.shape), str(t.dtype)[6:]) for name, t in parts.items()]
     encodings = dict.fromkeys(("gate_up_proj", "down_proj"), encoding)
     layout = SlotLayout.pack(sizes, encodings, "bfloat16")
+    if kernels in panel_order.KERNELS:
+        layout = panel_order.layout_in_panels(layout)
     count = max(2 * TOP_K, (192 << 20) // layout.nbytes)
     slots = HostSlots(count, layout.nbytes)
     for slot in range(count):
         for name, tensor in parts.items():
-            slots.tensor(slot, layout[name]).view(torch.uint8).copy_(tensor.view(torch.uint8))
+            spec, data = layout[name], tensor.view(torch.uint8).numpy().reshape(-1)
+            target = slots.bytes(slot)[spec.offset :][: spec.nbytes]
+            if spec.panels:
+                row_bytes = spec.nbytes // spec.shape[0]
+                panel_order.Panels().arrange(spec.panels, data, 0, target, row_bytes)
+            else:
+                target[:] = data
     return LayerExperts(SwiGLUExperts(count), layout, slots, Recipe())
 
 
@@ -145,14 +154,6 @@ def encoded_matrix(encoding: str, name: str, rows: int, columns: int) -> dict[st
     return {name: codes.view(kind), f"{name}.scale": scale}
 
 
-def twin(layer: LayerExperts) -> LayerExperts:
-    """Another description of the same experts in the same slots, for another kernel.
-
-    Each kernel stores its plan in the description.
-    """
-    return LayerExperts(layer.module, layer.layout, layer.slots, layer.recipe)
-
-
 def encoded_rows(clock: Clock, only: list[str], sizes: list[int]) -> None:
     """Print the seconds per expert in each encoding, compared with bf16 and with memory.
 
@@ -165,9 +166,8 @@ def encoded_rows(clock: Clock, only: list[str], sizes: list[int]) -> None:
     print(f"{'GB/s':>7}{'floor':>7}{'ratio':>7}")
     for hidden, inner in ENCODED_SHAPES[:1] if clock.quick else ENCODED_SHAPES:
         names = ["bf16", *(name for name in STORED if name in only or not only)]
-        layers = {name: encoded_layer(name, hidden, inner) for name in names}
         cases = [("bf16", "native"), *((n, k) for n in names[1:] for k in ENCODED_KERNELS)]
-        of = {case: twin(layers[case[0]]) for case in cases}
+        of = {(name, kind): encoded_layer(name, hidden, inner, kind) for name, kind in cases}
         for tokens in sizes:
             x, weights = (
                 torch.randn(tokens, hidden).bfloat16(),
@@ -193,7 +193,7 @@ def encoded_rows(clock: Clock, only: list[str], sizes: list[int]) -> None:
             plain = float(np.median(times["bf16", "native"]))
             for (name, chosen), seconds_of_row in times.items():
                 each = float(np.median(seconds_of_row))
-                speed = layers[name].layout.nbytes / each
+                speed = of[name, chosen].layout.nbytes / each
                 print(f"{f'{name} {hidden}x{inner}':24}{tokens:7}{chosen:>11}", end="")
                 print(f"{each * 1e6:11.1f}{plain / each:8.2f}", end="")
                 print(f"{speed / 1e9:7.1f}{floor / 1e9:7.1f}{speed / floor:7.2f}", flush=True)

@@ -40,12 +40,11 @@ template <int PLANES, int LARGEST, int T>
 struct Sums {
     const PackedGroup<PLANES>* x[T];
     Floats total[T];
-    const uint8_t* ahead;  // codes that are read next, or null
+    const uint8_t* ahead;  // codes that are read next
     int64_t group_bytes;   // of a panel's codes of one group
     bool near;             // do they fit into the first cache, with the present ones?
 
     INLINE void fetch(int64_t group) const {
-        if (!ahead) return;
         const uint8_t* place = ahead + group * group_bytes;
         for (int64_t at = 0; at < group_bytes; at += 64)
             near ? prefetch(place + at) : prefetch_far(place + at);
@@ -108,10 +107,9 @@ template <class F, int PLANES, int T>
         sums.total[t] = load<float>(whole ? out[t] + first : few);
     });
     if constexpr (ORDERED<F>) {
-        // The processor itself fetches what follows in memory, in time for codes of few bits.
+        // What lies 4 KiB ahead, mostly of this panel and the next, is read soon.
         constexpr int block = LANES * F::block_bytes;
-        constexpr bool wide = F::largest == 255;
-        sums.ahead = wide ? panel.codes + 4096 : nullptr;
+        sums.ahead = panel.codes + 4096;
         sums.group_bytes = block * GROUP / F::span;
         sums.near = true;
         const uint8_t* codes = panel.codes;

@@ -77,7 +77,7 @@ def in_panels(catalog: Catalog) -> Catalog:
     for layer, (first, layout) in enumerate(zip(catalog.offsets, catalog.layouts, strict=False)):
         experts = catalog.experts_per_layer[layer]
         copies = [c for e in catalog.extents(first) for c in e.copies] if experts else []
-        layouts.append(_layout_in_panels(layout, copies))
+        layouts.append(layout_in_panels(layout, copies))
     parts = [_matrices(layout) for layout in layouts]
     arranged: dict[tuple[int, tuple[Copy, ...]], tuple[Copy, ...]] = {}
 
@@ -94,8 +94,11 @@ def in_panels(catalog: Catalog) -> Catalog:
     return replace(catalog, layouts=tuple(layouts), locate=locate)
 
 
-def _layout_in_panels(layout: SlotLayout, copies: Sequence[Copy]) -> SlotLayout:
-    """Mark the matrices of a layout that have panels, and whose copies have whole ones."""
+def layout_in_panels(layout: SlotLayout, copies: Sequence[Copy] = ()) -> SlotLayout:
+    """Mark the matrices of a layout that can be in panels.
+
+    copies: those that write an expert; each must have whole panels of a matrix
+    """
     if layout.segments or not all(copy.contiguous for copy in copies):
         return layout
     names = dict[str, str]()
