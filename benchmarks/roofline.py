@@ -7,7 +7,8 @@ Sizes are those of Qwen3-30B-A3B. A kernel's bytes and operations are those that
 weights, inputs and outputs once, two operations for each weight and token. Experts are those of
 one step in which all tokens choose the same eight. Before each call, reading alone is timed on
 64 MB: this also evicts the caches, as a model's other layers do. Of a kernel's calls, and of the
-reads before them, the best counts: others shared the cores with other processes.
+reads before them, the best counts: others shared the cores with other processes. With --threads 1
+times are CPU time, so that they can be measured beside other work.
 
     limit       the largest of three times: the bytes at the rate of reading alone, the operations
                 at the peak of such products, and a call of a kernel that does nothing
@@ -112,9 +113,11 @@ class Machine:
 
 
 def seconds_of(entry: Any, address: int, wide: bool = True) -> float:
-    start = time.perf_counter()
+    """Seconds of a call; with one thread its CPU time, which other processes change less."""
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = now()
     entry(address, wide)
-    return time.perf_counter() - start
+    return now() - start
 
 
 def measure(case: Case, limits: Machine, turns: int) -> Measured:
@@ -150,13 +153,12 @@ def rows(measured: Iterable[Measured]) -> list[list[str]]:
     ]
 
 
-def spread(places: list[float], least: float) -> list[float]:
-    """Move ascending places apart, so that neighbours have at least a distance."""
+def spread(places: list[float], least: float, most: float) -> list[float]:
+    """Move ascending places down, so that they have a distance and are not above `most`."""
     moved: list[float] = []
-    for place in places:
-        moved.append(max(place, moved[-1] + least) if moved else place)
-    shift = (moved[-1] - places[-1]) / 2 if moved else 0.0
-    return [place - shift for place in moved]
+    for place in reversed(places):
+        moved.append(min(place, moved[-1] - least if moved else most))
+    return moved[::-1]
 
 
 def draw_panel(axes: Any, title: str, points: list[Measured], limits: Machine) -> None:
@@ -169,22 +171,28 @@ def draw_panel(axes: Any, title: str, points: list[Measured], limits: Machine) -
         axes.plot(x, roof, color=COLOURS[name], linewidth=1.2, alpha=0.8)
     points = sorted(points, key=lambda m: m.case.operations / m.seconds)
     heights = [float(np.log10(m.case.operations / m.seconds / 1e9)) for m in points]
-    right = max(m.case.operations / m.case.nbytes for m in points) * 3.2
-    for m, height in zip(points, spread(heights, 0.145), strict=True):
-        at = m.case.operations / m.case.nbytes, m.case.operations / m.seconds / 1e9
+    # Labels stand below the roofs: to the right of the points, or where there is no room, left.
+    reached = [m.case.operations / m.case.nbytes for m in points]
+    left = statistics.median(reached) > 60
+    column = min(reached) / 4 if left else max(reached) * 4
+    most = float(np.log10(min(limits.peaks.values()) / 1e9)) - 0.25
+    for m, x_of, height in zip(points, reached, spread(heights, 0.14, most), strict=True):
+        at = x_of, m.case.operations / m.seconds / 1e9
         axes.plot(*at, "o", color=COLOURS[m.case.products], markersize=4.5, zorder=3)
         axes.annotate(
-            f"{m.case.name}  {m.share:.0%}", at, (right, 10**height), fontsize=7, va="center",
-            arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6, "shrinkB": 3},
+            f"{m.case.name}  {m.share:.0%}", at, (column, 10**height), fontsize=7, va="center",
+            ha="right" if left else "left",
+            arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6, "shrinkB": 3,
+                        "relpos": (1.0 if left else 0.0, 0.5)},
         )  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlim=(0.3, 3000), ylim=(0.5, 9000))
+    axes.set(xscale="log", yscale="log", xlim=(0.3, 3000), ylim=(0.2, 4000))
     axes.set_title(title, fontsize=9.5, loc="left", weight="bold")
     axes.grid(color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def plot(measured: list[Measured], limits: Machine, path: Path) -> None:
+def plot(measured: list[Measured], limits: Machine, paths: list[Path], threads: int) -> None:
     """Draw operations a second over operations a byte, experts by number of tokens."""
     import matplotlib
 
@@ -215,10 +223,12 @@ def plot(measured: list[Measured], limits: Machine, path: Path) -> None:
         for name, colour in COLOURS.items()
         for peak in (limits.peaks[name] / 1e9,)
     ]
-    title = f"products of (with their peak); memory: {limits.typical_reading / 1e9:.0f} GB/s"
+    of_threads = f"{threads} thread{'s' * (threads > 1)}, {library().variant}"
+    title = f"{of_threads}; memory: {limits.typical_reading / 1e9:.0f} GB/s; peak of products of"
     figure.legend(handles=lines, title=title, loc="outside upper left", ncols=3, frameon=False,
                   alignment="left")  # fmt: skip
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=110)
+    for path in paths:
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=110)
 
 
 def main() -> None:
@@ -226,7 +236,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--turns", type=int, default=15, help="timed calls of each kernel")
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS, metavar="NAME")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="SVG or PNG to write")
+    parser.add_argument(
+        "--plot", type=Path, nargs="+", default=[], metavar="FILE", help="SVG or PNG to write"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the script")
     args = parser.parse_args()
     if args.plot and find_spec("matplotlib") is None:
@@ -248,7 +260,7 @@ def main() -> None:
     print(f"\nreading alone {limits.typical_reading / 1e9:.1f} GB/s; Gop/s peak: {peaks};")
     print(f"empty call {region:.1f} us on all threads, {call:.1f} us on one")
     if args.plot:
-        plot(measured, limits, args.plot)
+        plot(measured, limits, args.plot, args.threads)
 
 
 if __name__ == "__main__":

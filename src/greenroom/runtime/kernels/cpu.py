@@ -187,16 +187,14 @@ class CpuStep(base.KernelStep):
         """Compute one token's last group, the sum over its experts and the residual sum."""
         group, _lists = self.group_call(plan, experts, slots)
         total, result, _weights = self.sum_call(plan)
-        stages, residual = [(plan.group_entry, group), (plan.sum_entry, total)], self.residual
+        address, residual = ctypes.addressof, self.residual
+        stages = [plan.group_entry.address, address(group), plan.sum_entry.address, address(total)]
         if residual is not None:
-            norm = library().structure("NormCall")(
-                x=residual.data_ptr(),
-                y=result.data_ptr(),
-                sum=result.data_ptr(),
-                columns=residual.shape[-1],
-            )
-            stages.append((plan.norm_entry, norm))
-        sequence.run(stages)
+            norm = plan.norm_type.from_buffer_copy(plan.norm_template)
+            norm.x, norm.y = residual.data_ptr(), result.data_ptr()
+            norm.sum = norm.y
+            stages += plan.norm_entry.address, address(norm)
+        sequence.launch(array("q", stages), len(stages) // 2)
         self.result = result
 
     def sum_call(self, plan: CpuLayerPlan) -> tuple[Any, Tensor, Tensor]:

@@ -26,14 +26,14 @@ class CpuLayerPlan:
     up_planes, down_planes: planes of packed input rows (`MatrixProduct`) of the projections; 0:
                             none is packed
     sums_in_region: may one token's last group be summed in the parallel region that computes it?
-    group_template, sum_template: calls with the fields that are the same in all steps
+    group_template, sum_template, norm_template: calls with the fields of every step
     """
 
     __slots__ = (
         *("activation", "experts", "group_entry", "matrices", "kernels", "norm_entry", "scratch"),
         *("down_bias", "group_type", "routing_type", "sum_entry", "sum_type", "up_bias"),
         *("down_planes", "up_planes", "group_template", "sum_template", "sums_in_region"),
-        *("_recipe", "_rounding"),
+        *("norm_template", "norm_type", "_recipe", "_rounding"),
     )
 
     def __init__(self, layer: LayerExperts, kernels: str = "native") -> None:
@@ -74,6 +74,8 @@ class CpuLayerPlan:
         for place, matrix in zip(places, self.matrices, strict=bool(encoded)):
             place.format, place.layout = matrix.arguments
         self.sums_in_region = self.activation.code != RAW and layer.norm is None
+        self.norm_type = structure("NormCall")
+        self.norm_template = self.norm_type(columns=layer.hidden)
         self.group_template = self.group_type(layer=ctypes.addressof(experts))
         bias = None if layer.norm is not None else self.down_bias
         self.sum_template = self.sum_type(
