@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,11 @@ def run_llama_bench(
     env: dict[str, str] | None = None,
     timeout_s: float = 900,
     repack: bool = True,
+    engine: str = "llama.cpp",
 ) -> Result:
     """One cold run of llama.cpp's llama-bench: prefill and decode as worker.py reports them.
+
+    `engine` names the result of another engine's llama-bench, such as ik_llama.cpp's.
 
     With `repack`, its default, it copies some types (Q4_0) to memory of its own in another order,
     which is faster, and is killed where there is no room for that. Newer versions can disable it
@@ -90,23 +94,34 @@ def run_llama_bench(
     """
     flags = f"-t {threads} -p {prompt} -n {tokens} -r {repeats} -o json".split()
     if repeats == 1:
-        flags.append("--no-warmup")
+        flags += without_warmup(program)
     if not repack:
         flags += ["-ot", ".*=CPU"]  # the plain kind of buffer: weights stay mapped as they are
     command = [str(program), "-m", str(gguf), *flags]
     measured, out, err = run_limited(command, limit_bytes, [gguf], timeout_s, env)
-    result: Result = {"engine": "llama.cpp", "model": gguf.stem, **asdict(measured)}
+    result: Result = {"engine": engine, "model": gguf.stem, **asdict(measured)}
     if measured.returncode != 0:
         last = err.strip().splitlines()[-1:] or ["no output"]
         result["error"] = "killed: out of memory or time" if measured.killed else last[0][:300]
         return result
-    for entry in json.loads(out):
+    for entry in json.loads(out[out.index("[") :]):
         seconds = [nanoseconds / 1e9 for nanoseconds in entry["samples_ns"]]
         if entry["n_prompt"]:
             result["prefill_s"] = seconds
         else:
             result["token_s"] = [s / tokens for s in seconds for _ in range(tokens)]
     return result
+
+
+@cache
+def without_warmup(program: Path) -> tuple[str, ...]:
+    """The options with which a llama-bench leaves out the run before the first repetition.
+
+    That of ik_llama.cpp has `--warmup <0|1>`.
+    """
+    command = [str(program), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return ("--warmup", "0") if "--warmup" in done.stdout else ("--no-warmup",)
 
 
 def decode_rate(result: Result) -> float:

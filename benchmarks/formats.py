@@ -2,13 +2,15 @@
 
     python benchmarks/formats.py bench-data --llama-bench llama-bench --types BF16 Q8_0 Q4_0
     ... --kernels native rounded
+    ... --peer ik_llama.cpp=/path/to/its/llama-bench
 
 A type's file is DIR/MODEL-TYPE.gguf, what llama.cpp's llama-quantize makes of DIR/MODEL.gguf
 (checkpoints.py --gguf), which is BF16. Greenroom serves the same file in place. Tables of tokens/s:
 decode and prompts with everything resident, and decode with --share of the file's size in memory (a
 cgroup each, page cache counted; llama.cpp then without its repacking, which needs all of the file
-in memory). Runs are processes of their own, cold, interleaved, and ratios are over pairs of the
-same repetition; see decode.py and resident.py for what a run does.
+in memory). --peer adds the llama-bench of another engine. Runs are processes of their own, cold,
+interleaved, and ratios are over pairs of the same repetition; see decode.py and resident.py for
+what a run does.
 
 Floor, everything resident: the stored bytes of a token's experts and of the dense parts over the
 RAM's bandwidth. With less memory there is none here: what is read depends on the policy.
@@ -20,7 +22,7 @@ import argparse
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +43,12 @@ from resident import decode_rate as resident_rate
 from resident import prefill_rate
 
 Runs = dict[str, list[Result]]  # by engine, one a repetition
-COLUMNS = ("GB", "kernels", "Greenroom", "llama.cpp", "ratio")
+
+
+def columns(args: argparse.Namespace) -> tuple[str, ...]:
+    """Names of a table's columns after the first: of each peer its rate, and ours over it."""
+    of_peers = (name for peer in args.peers for name in (peer, f"x {peer}"))
+    return "GB", "kernels", "Greenroom", *of_peers
 
 
 def file_of(root: Path, model: str, kind: str) -> Path:
@@ -81,10 +88,12 @@ def turns(args: argparse.Namespace, limit: int, path: Path) -> dict[str, Callabl
     turns_by_name: dict[str, Callable[[], Result]] = {
         kernels: partial(greenroom, kernels) for kernels in args.kernels
     }
-    turns_by_name["llama.cpp"] = lambda: run_llama_bench(
-        args.llama_bench, path, limit, threads=args.threads, prompt=args.prompt,
-        tokens=args.peer_tokens if limit else args.tokens, repeats=inner, repack=not limit,
-    )  # fmt: skip
+    for name, program in args.peers.items():
+        turns_by_name[name] = partial(
+            run_llama_bench, program, path, limit, threads=args.threads, prompt=args.prompt,
+            tokens=args.peer_tokens if limit else args.tokens, repeats=inner, repack=not limit,
+            engine=name,
+        )  # fmt: skip
     return turns_by_name
 
 
@@ -104,18 +113,24 @@ def measure(args: argparse.Namespace, limited: bool) -> Iterator[tuple[str, Path
 
 
 def row(
-    kind: str, path: Path, runs: Runs, kernels: str, rate: Callable[[Result], float]
-) -> list[str]:
-    pairs = [
-        (rate(a), rate(b))
-        for a, b in zip(runs[kernels], runs["llama.cpp"], strict=True)
-        if "error" not in a | b
-    ]
-    sections = []
-    for engine in (kernels, "llama.cpp"):
+    kind: str, path: Path, runs: Runs, kernels: str, rate: Callable[[Result], float],
+    peers: Iterable[str],
+) -> list[str]:  # fmt: skip
+    """The cells of a row: Greenroom's rate with these kernels, then each peer's and the ratio."""
+
+    def show(engine: str) -> str:
         each = median_of(runs[engine], rate)
-        sections.append(f"{each:.3g}" if each else runs[engine][0]["error"])
-    return [kind, f"{path.stat().st_size / 1e9:.2f}", kernels, *sections, show_ratio(pairs)]
+        return f"{each:.3g}" if each else str(runs[engine][0]["error"])
+
+    cells = [kind, f"{path.stat().st_size / 1e9:.2f}", kernels, show(kernels)]
+    for peer in peers:
+        pairs = [
+            (rate(a), rate(b))
+            for a, b in zip(runs[kernels], runs[peer], strict=True)
+            if "error" not in a | b
+        ]
+        cells += [show(peer), show_ratio(pairs)]
+    return cells
 
 
 def resident(args: argparse.Namespace, ram: float) -> str:
@@ -129,12 +144,13 @@ def resident(args: argparse.Namespace, ram: float) -> str:
     for kind, path, runs in measure(args, limited=False):
         floor = ram / token_bytes(path)
         for kernels in args.kernels:
-            prompts.append(row(kind, path, runs, kernels, prompt_rate))
+            prompts.append(row(kind, path, runs, kernels, prompt_rate, args.peers))
             ours = median_of(runs[kernels], rate)
             share = f"{ours / floor:.0%}" if ours else "-"
-            rows.append([*row(kind, path, runs, kernels, rate), f"{floor:.1f}", share])
-    decode = table(("everything resident", *COLUMNS, "floor", "% of floor"), rows)
-    return f"{decode}\n\n{table((f'prompt of {args.prompt} tokens', *COLUMNS), prompts)}"
+            line = row(kind, path, runs, kernels, rate, args.peers)
+            rows.append([*line, f"{floor:.1f}", share])
+    decode = table(("everything resident", *columns(args), "floor", "% of floor"), rows)
+    return f"{decode}\n\n{table((f'prompt of {args.prompt} tokens', *columns(args)), prompts)}"
 
 
 def limited(args: argparse.Namespace) -> str:
@@ -142,9 +158,17 @@ def limited(args: argparse.Namespace) -> str:
     for kind, path, runs in measure(args, limited=True):
         for kernels in args.kernels:
             peak = median_of(runs[kernels], lambda r: (r["peak_bytes"] or 0) / 1e9)
-            line = row(kind, path, runs, kernels, decode_rate)
+            line = row(kind, path, runs, kernels, decode_rate, args.peers)
             rows.append([*line, f"{peak:.2f}" if peak is not None else "-"])
-    return table((f"{args.share:.0%} of the file", *COLUMNS, "peak GB"), rows)
+    return table((f"{args.share:.0%} of the file", *columns(args), "peak GB"), rows)
+
+
+def named_program(text: str) -> tuple[str, Path]:
+    """Parse NAME=PATH."""
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
+    return name, Path(path)
 
 
 def main() -> None:
@@ -153,15 +177,20 @@ def main() -> None:
     parser.add_argument("--model", default="moe1.7b-zipf1.5", help="default: %(default)s")
     parser.add_argument("--types", nargs="+", default=["BF16", "Q8_0", "Q4_0"])
     parser.add_argument("--llama-bench", type=Path, required=True)
+    parser.add_argument(
+        "--peer", type=named_program, action="append", default=[], metavar="NAME=PATH",
+        help="another llama-bench, such as ik_llama.cpp's; repeatable",
+    )  # fmt: skip
     parser.add_argument("--share", type=float, default=0.5, help="limit / size of the file")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--peer-tokens", type=int, default=8, help="of llama.cpp, limited")
+    parser.add_argument("--peer-tokens", type=int, default=8, help="of peers, limited")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--kernels", nargs="+", default=["native"], help="of Greenroom")
     parser.add_argument("--only", choices=("resident", "limited"))
     args = parser.parse_args()
+    args.peers = {"llama.cpp": args.llama_bench, **dict(args.peer)}
     ram = ram_bandwidth(args.threads)
     print(f"commit {commit()}; {machine()}; {args.threads} threads, RAM {ram / 1e9:.1f} GB/s\n")
     if args.only != "limited":

@@ -33,6 +33,7 @@ from greenroom.runtime.measure.kernels import SwiGLUExperts, compute_step, rando
 from greenroom.runtime.slots.host import HostSlots
 
 EXPERTS, TOP_K = 48, 8
+LAYER_BYTES = 192 << 20  # of encoded experts
 SHAPES = ((1024, 512, False), (2048, 768, False), (1024, 512, True))
 
 
@@ -104,13 +105,15 @@ HALVES = {
 }
 
 
-def encoded_layer(encoding: str, hidden: int, inner: int, kernels: str = "native") -> LayerExperts:
+def encoded_layer(
+    encoding: str, hidden: int, inner: int, kernels: str = "native", nbytes: int = LAYER_BYTES
+) -> LayerExperts:
     """A layer of experts with random codes in an encoding, all resident, as kernels read them.
 
-    They take 192 MiB, or more for a few large experts.
+    They take `nbytes`, or more for a few large experts.
     """
     if encoding == "bf16":
-        return random_layer(hidden, inner, max(2 * TOP_K, (192 << 20) // (6 * hidden * inner)))
+        return random_layer(hidden, inner, max(2 * TOP_K, nbytes // (6 * hidden * inner)))
     parts: dict[str, torch.Tensor] = {}
     for name, shape in (("gate_up_proj", (2 * inner, hidden)), ("down_proj", (hidden, inner))):
         parts |= encoded_matrix(encoding, name, *shape)
@@ -119,7 +122,7 @@ def encoded_layer(encoding: str, hidden: int, inner: int, kernels: str = "native
     layout = SlotLayout.pack(sizes, encodings, "bfloat16")
     if kernels in panel_order.KERNELS:
         layout = panel_order.layout_in_panels(layout)
-    count = max(2 * TOP_K, (192 << 20) // layout.nbytes)
+    count = max(2 * TOP_K, nbytes // layout.nbytes)
     slots = HostSlots(count, layout.nbytes)
     for slot in range(count):
         for name, tensor in parts.items():

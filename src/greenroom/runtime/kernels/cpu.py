@@ -53,8 +53,8 @@ class CpuStep(base.KernelStep):
     """
 
     __slots__ = (
-        *("addresses", "buffer", "input", "kernel", "narrow", "out", "packed", "plan", "result"),
-        *("routing_call", "sums"),
+        *("addresses", "buffer", "input", "kernel", "left", "narrow", "out", "packed", "plan"),
+        *("result", "routing_call", "sums"),
     )
     supports_segments = True
 
@@ -64,6 +64,7 @@ class CpuStep(base.KernelStep):
         super().__init__(layer, x, routing, weights)
         self.kernel, self.plan = kernel, layer_plan(layer, kernel.name)
         self.result: Tensor | None = None  # set if it was computed with the last group
+        self.left = len(routing.experts)  # without those that `compute_group` has computed
         # One token is not converted here: torch's conversion takes longer than the kernel's own.
         self.narrow = len(x) == 1 and x.dtype is layer.dtype and x.is_contiguous()
         wide = x if self.narrow else x.float().contiguous()
@@ -95,10 +96,10 @@ class CpuStep(base.KernelStep):
         return self._buffer_matrix(self.out, tokens * top_k, self.layer.hidden)
 
     def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        plan, all_experts = self.plan, len(experts) == len(self.routing.experts)
-        compiled = plan.activation.code != RAW and self.layer.norm is None
-        if all_experts and compiled and self.narrow:
-            self._compute_one_token(plan, experts, slots)
+        plan, count = self.plan, len(experts)
+        self.left -= count
+        if count and not self.left and self.narrow and plan.sums_in_region:
+            self._compute_last_group(plan, experts, slots)
         else:
             self._compute(plan, self.layer, experts, slots, False)
 
@@ -180,22 +181,20 @@ class CpuStep(base.KernelStep):
             self.outputs[at] = 0
             self.weights.view(-1)[at] = 0
 
-    def _compute_one_token(
+    def _compute_last_group(
         self, plan: CpuLayerPlan, experts: Sequence[int], slots: Sequence[int]
     ) -> None:
-        """Compute one token's only group, the sum over its experts and the residual sum."""
+        """Compute one token's last group, the sum over its experts and the residual sum."""
         group, _lists = self.group_call(plan, experts, slots)
         total, result, _weights = self.sum_call(plan)
-        stages, residual = [(plan.group_entry, group), (plan.sum_entry, total)], self.residual
+        address, residual = ctypes.addressof, self.residual
+        stages = [plan.group_entry.address, address(group), plan.sum_entry.address, address(total)]
         if residual is not None:
-            norm = library().structure("NormCall")(
-                x=residual.data_ptr(),
-                y=result.data_ptr(),
-                sum=result.data_ptr(),
-                columns=residual.shape[-1],
-            )
-            stages.append((plan.norm_entry, norm))
-        sequence.run(stages)
+            norm = plan.norm_type.from_buffer_copy(plan.norm_template)
+            norm.x, norm.y = residual.data_ptr(), result.data_ptr()
+            norm.sum = norm.y
+            stages += plan.norm_entry.address, address(norm)
+        sequence.launch(array("q", stages), len(stages) // 2)
         self.result = result
 
     def sum_call(self, plan: CpuLayerPlan) -> tuple[Any, Tensor, Tensor]:
@@ -206,29 +205,18 @@ class CpuStep(base.KernelStep):
         """
         layer, x, weights = self.layer, self.x, self.weights
         tokens, hidden = self.routing.shape[0], layer.hidden
-        bias = None if layer.norm is not None else plan.down_bias
-        rounds = layer.recipe.compute is None
-        dtype = layer.recipe.sum_dtype(x, weights)
-        product = x.dtype if rounds and weights.dtype == x.dtype else torch.float32
+        round_product, round_sum = plan.sum_rounding(x, weights)
         narrow = weights.dtype is layer.dtype and weights.is_contiguous()
         if not narrow:
             weights = weights.float().contiguous()
         result = torch.empty(tokens, hidden, dtype=x.dtype)
         out = self.addresses[3]
-        call = plan.sum_type(
-            routing=ctypes.addressof(self.routing_call),
-            tokens=tokens,
-            hidden=hidden,
-            outputs=out,
-            bias=None if bias is None else bias.data_ptr(),
-            weights=weights.data_ptr(),
-            narrow=narrow,
-            rounds=rounds,
-            round_product=x.dtype in (product, dtype),
-            round_sum=dtype == x.dtype,
-            sums=out + 4 * (self.sums - self.out),
-            result=result.data_ptr(),
-        )
+        call = plan.sum_type.from_buffer_copy(plan.sum_template)
+        call.routing, call.tokens = ctypes.addressof(self.routing_call), tokens
+        call.outputs, call.sums = out, out + 4 * (self.sums - self.out)
+        call.weights, call.narrow = weights.data_ptr(), narrow
+        call.round_product, call.round_sum = round_product, round_sum
+        call.result = result.data_ptr()
         return call, result, weights
 
     def group_call(
@@ -252,32 +240,19 @@ class CpuStep(base.KernelStep):
         first = lists.buffer_info()[0]
         scratch, scratch_bytes = self.kernel.scratch(plan.scratch)
         x, mid, act, out = self.addresses
-        call = plan.group_type(
-            layer=ctypes.addressof(plan.experts),
-            routing=ctypes.addressof(self.routing_call),
-            up=up,
-            down=down,
-            accumulate=accumulate,
-            sequential_rows=self.kernel.sequential_rows,
-            narrow=self.narrow,
-            x=x,
-            packed=self._packed(plan.up_planes) if up and plan.up_planes else None,
-            mid=mid,
-            act=act,
-            out=out,
-            scratch=scratch,
-            scratch_bytes=scratch_bytes,
-            count=count,
-            experts=first,
-            slots=first + 8 * count,
-            finished=first + 16 * count,
-        )
+        call = plan.group_type.from_buffer_copy(plan.group_template)
+        call.routing, call.narrow = ctypes.addressof(self.routing_call), self.narrow
+        call.up, call.down, call.accumulate = up, down, accumulate
+        call.sequential_rows = self.kernel.sequential_rows
+        call.x, call.mid, call.act, call.out = x, mid, act, out
+        if up and plan.up_planes and not self.narrow:
+            call.packed = self._packed(plan.up_planes)
+        call.scratch, call.scratch_bytes, call.count = scratch, scratch_bytes, count
+        call.experts, call.slots, call.finished = first, first + 8 * count, first + 16 * count
         return call, lists
 
-    def _packed(self, planes: int) -> int | None:
-        """Return the address of the input packed as integers; None: each thread packs one token."""
-        if self.narrow:
-            return None
+    def _packed(self, planes: int) -> int:
+        """Return the address of the input packed as integers; threads pack one token themselves."""
         if planes not in self.packed:
             self.packed[planes] = torch.empty_like(self.input)
             pack_rows(self.input, self.packed[planes], planes)

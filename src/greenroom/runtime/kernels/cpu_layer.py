@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 
+import torch
+from torch import Tensor
+
 from greenroom.core.layout import PLAIN
-from greenroom.runtime.kernels.activation import Activation, find_activation
+from greenroom.runtime.kernels.activation import RAW, Activation, find_activation
 from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.matrix import products_of
 from greenroom.runtime.kernels.native.library import library
+from greenroom.runtime.kernels.recipes import Recipe
 
 SCRATCH_BYTES = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
@@ -21,12 +25,15 @@ class CpuLayerPlan:
     scratch: bytes of scratch memory that a thread needs
     up_planes, down_planes: planes of packed input rows (`MatrixProduct`) of the projections; 0:
                             none is packed
+    sums_in_region: may one token's last group be summed in the parallel region that computes it?
+    group_template, sum_template, norm_template: calls with the fields of every step
     """
 
     __slots__ = (
         *("activation", "experts", "group_entry", "matrices", "kernels", "norm_entry", "scratch"),
         *("down_bias", "group_type", "routing_type", "sum_entry", "sum_type", "up_bias"),
-        *("down_planes", "up_planes"),
+        *("down_planes", "up_planes", "group_template", "sum_template", "sums_in_region"),
+        *("norm_template", "norm_type", "_recipe", "_rounding"),
     )
 
     def __init__(self, layer: LayerExperts, kernels: str = "native") -> None:
@@ -66,6 +73,27 @@ class CpuLayerPlan:
         places = experts.up, experts.down, experts.second
         for place, matrix in zip(places, self.matrices, strict=bool(encoded)):
             place.format, place.layout = matrix.arguments
+        self.sums_in_region = self.activation.code != RAW and layer.norm is None
+        self.norm_type = structure("NormCall")
+        self.norm_template = self.norm_type(columns=layer.hidden)
+        self.group_template = self.group_type(layer=ctypes.addressof(experts))
+        bias = None if layer.norm is not None else self.down_bias
+        self.sum_template = self.sum_type(
+            hidden=layer.hidden,
+            bias=None if bias is None else bias.data_ptr(),
+            rounds=layer.recipe.compute is None,
+        )
+        self._recipe: Recipe = layer.recipe
+        self._rounding: dict[tuple[torch.dtype, torch.dtype], tuple[bool, bool]] = {}
+
+    def sum_rounding(self, x: Tensor, weights: Tensor) -> tuple[bool, bool]:
+        """Are products with gate weights rounded to the type of x, and are sums?"""
+        key = x.dtype, weights.dtype
+        if key not in self._rounding:
+            rounds, dtype = self._recipe.compute is None, self._recipe.sum_dtype(x, weights)
+            product = x.dtype if rounds and weights.dtype == x.dtype else torch.float32
+            self._rounding[key] = x.dtype in (product, dtype), dtype == x.dtype
+        return self._rounding[key]
 
 
 def layer_plan(layer: LayerExperts, kernels: str = "native") -> CpuLayerPlan:

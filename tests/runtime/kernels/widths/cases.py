@@ -13,7 +13,7 @@ from tests.runtime.kernels.codes import Style
 from tests.runtime.kernels.native.variants import LIBRARIES
 from tests.runtime.kernels.toys import DTYPES
 from tests.runtime.kernels.walls import bytes_of
-from tests.runtime.kernels.widths import attention, dense, experts, formats, routers
+from tests.runtime.kernels.widths import attention, dense, experts, formats, peaks, routers
 from tests.runtime.kernels.widths.attention import KEY_HEADS, Attention, Projection
 from tests.runtime.kernels.widths.experts import Kind
 from tests.runtime.kernels.widths.kernel import WalledKernel, symbol_of
@@ -161,6 +161,18 @@ CASES = (
     Case("find_slots", "choices", routers.check_find_slots, typed=False),
     Case("copy_calls", "length", routers.check_copies, typed=False),
     Case("run_stages", "count", routers.check_stages, many=range(1, 71), typed=False),
+    Case("read_memory", "bytes", peaks.check_read, 64, typed=False),
+    *(
+        Case(
+            f"multiply_{kind}",
+            "units",
+            peaks.check_multiply,
+            few=(1, 2),
+            many=(1, 2, 3),
+            typed=False,
+        )
+        for kind in ("floats", "bytes")
+    ),
 )
 
 

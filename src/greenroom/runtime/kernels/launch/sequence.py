@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from typing import TypeAlias
+from functools import cache
+from typing import Any, TypeAlias
 
 from greenroom.runtime.kernels.launch.openmp import BARRIER, KernelEntry, kernel_entry
 from greenroom.runtime.kernels.native.library import library
@@ -44,7 +45,20 @@ def batch_stage(
 
 def run(stages: Sequence[Stage]) -> None:
     """Run kernel calls one after another, each on all of torch's threads."""
-    addresses = array("q", [n for entry, arg in stages for n in (entry.address, address_of(arg))])
-    call = library().structure("StagesCall")()
-    call.count, call.barrier, call.stages = len(stages), BARRIER, addresses.buffer_info()[0]
-    kernel_entry("run_stages")(ctypes.addressof(call))
+    launch(
+        array("q", [n for entry, arg in stages for n in (entry.address, address_of(arg))]),
+        len(stages),
+    )
+
+
+def launch(addresses: array[int], count: int) -> None:
+    """Run kernel calls whose addresses (of the kernel, of its arguments) are in an array."""
+    structure, run_stages = _launcher()
+    call = structure(count, BARRIER, addresses.buffer_info()[0])
+    run_stages(ctypes.addressof(call))
+
+
+@cache
+def _launcher() -> tuple[Any, KernelEntry]:
+    """Find the kernel that runs stages, and the structure of its arguments."""
+    return library().structure("StagesCall"), kernel_entry("run_stages")
