@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from greenroom.runtime.kernels.launch.openmp import BARRIER, kernel_entry
+from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.native.library import library
 
 
@@ -29,9 +29,7 @@ def run_stages(*stages: tuple[int, int]) -> None:
     """Run (address of a kernel, of its call) on all threads, with barriers between."""
     stage = library().structure("Stage")
     each = (stage * len(stages))(*(stage(*addresses) for addresses in stages))
-    call = library().structure("StagesCall")(
-        count=len(stages), barrier=BARRIER, stages=ctypes.addressof(each)
-    )
+    call = library().structure("StagesCall")(count=len(stages), stages=ctypes.addressof(each))
     kernel_entry("run_stages")(ctypes.addressof(call))
 
 

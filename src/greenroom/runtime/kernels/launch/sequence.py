@@ -1,4 +1,4 @@
-"""Run several compiled kernels in one OpenMP parallel region, with barriers between them.
+"""Run several compiled kernels in one OpenMP parallel region, one after another.
 
 Starting a region and returning to Python costs more than a small kernel's own work. A kernel may
 read what an earlier one has written: the address of that result is known before it is computed.
@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from greenroom.runtime.kernels.launch.openmp import BARRIER, KernelEntry, kernel_entry
+from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
 from greenroom.runtime.kernels.native.library import library
 
 Arguments: TypeAlias = "ctypes.Structure | array[int]"
@@ -46,5 +46,5 @@ def run(stages: Sequence[Stage]) -> None:
     """Run kernel calls one after another, each on all of torch's threads."""
     addresses = array("q", [n for entry, arg in stages for n in (entry.address, address_of(arg))])
     call = library().structure("StagesCall")()
-    call.count, call.barrier, call.stages = len(stages), BARRIER, addresses.buffer_info()[0]
+    call.count, call.stages = len(stages), addresses.buffer_info()[0]
     kernel_entry("run_stages")(ctypes.addressof(call))
