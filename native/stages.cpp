@@ -20,12 +20,18 @@ SHARED(StagesCall,
     const Stage* stages;
 )
 
-// A kernel, and how long its threads have waited for a core.
+// For how long a thread has waited for a core since it began.
+SHARED(Waiting,
+    int64_t thread;
+    int64_t nanoseconds;
+)
+
+// A kernel, and how long its threads have waited for a core when they leave it.
 SHARED(MeasuredCall,
     void* kernel;
     void* call;
-    int64_t restart;  // 0: count from the end of a thread's last measured call on, not from here
-    int64_t waited;   // nanoseconds, the sum of all threads
+    int64_t count;
+    Waiting* threads;
 )
 
 // A copy of int64 numbers in memory.
@@ -80,13 +86,15 @@ INLINE void leave(StagesCall& p, int64_t& progress, int64_t stage) {
 
 // For how many nanoseconds the calling thread has waited for a core so far.
 int64_t waited_so_far() {
-    char text[64] = {};
+    char text[64];
     int file = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
     if (file < 0) return 0;
-    ssize_t length = read(file, text, sizeof text - 1);
+    ssize_t length = read(file, text, sizeof text);
     close(file);
-    const char* second = length > 0 ? std::strchr(text, ' ') : nullptr;
-    return second ? std::strtoll(second, nullptr, 10) : 0;
+    int64_t at = 0, waited = 0;  // the second number
+    while (at < length && text[at] != ' ') at++;
+    while (++at < length && text[at] >= '0' && text[at] <= '9') waited = 10 * waited + text[at] - '0';
+    return waited;
 }
 
 }  // namespace
@@ -109,12 +117,8 @@ EXPORT void run_stages(StagesCall* p) {
 }
 
 EXPORT void run_measured(MeasuredCall* p) {
-    thread_local int64_t last;
-    if (p->restart) last = waited_so_far();
     ((void (*)(void*))p->kernel)(p->call);
-    int64_t now = waited_so_far();
-    claim(p->waited, now - last);
-    last = now;
+    p->threads[claim(p->count)] = {syscall(SYS_gettid), waited_so_far()};
 }
 
 EXPORT void copy_calls(CopyCall* p) {

@@ -161,6 +161,9 @@ CASES = (
     Case("find_slots", "choices", routers.check_find_slots, typed=False),
     Case("copy_calls", "length", routers.check_copies, typed=False),
     Case("run_stages", "count", routers.check_stages, many=range(1, 71), typed=False),
+    Case("run_measured", "length", routers.check_measured, typed=False),
+    Case("test_await", "amount", routers.check_await, typed=False),
+    Case("test_count", "counter", routers.check_count, typed=False),
 )
 
 

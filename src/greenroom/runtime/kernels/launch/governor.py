@@ -9,10 +9,11 @@ threads.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from math import inf
 
 READING = 0.01  # seconds between two readings of how long threads have waited for a core
-STALE = 0.1  # after so many seconds without a reading the next one counts from its region on
+STALE = 0.1  # after so many seconds without a reading the next one is compared with none
 WINDOW = 0.1  # seconds that a decision looks back
 SHARE = 0.2  # of the window that all threads together may wait for a core
 SHORTEST, LONGEST = 0.1, 1.0  # seconds with fewer threads, until the full number is tried again
@@ -22,8 +23,8 @@ STABLE = 1.0  # seconds with the full number of threads, after which the next lo
 class Governor(threading.local):
     """The number of threads that enter the next parallel region, for each calling thread.
 
-    A caller asks for `threads` before a region. If `due` says so, it measures how long the region's
-    threads have waited for a core, and passes the time to `record`.
+    A caller asks for `threads` before a region. If a reading is `due`, it reads how long the
+    region's threads have waited for a core, and passes that to `record`.
     """
 
     def __init__(self) -> None:
@@ -31,10 +32,11 @@ class Governor(threading.local):
         self._changed = -inf  # when the limit was last set
         self._hold = SHORTEST
         self._read = -inf  # when the last reading ended
+        self._last: Mapping[int, int] = {}  # the last reading
         self._start_window()
 
     def _start_window(self) -> None:
-        self._waited = self._elapsed = 0.0
+        self._waited, self._elapsed = 0, 0.0  # nanoseconds, seconds
 
     def _set_limit(self, limit: float, now: float) -> None:
         self._limit, self._changed, self._read = limit, now, -inf
@@ -52,24 +54,20 @@ class Governor(threading.local):
         """Check that the next region should be measured."""
         return now - self._read >= READING
 
-    def restarts(self, now: float) -> bool:
-        """Check that a reading counts from the start of its region, not from the last reading."""
-        return now - self._read >= STALE
-
-    def record(self, threads: int, waited: float, start: float, end: float) -> None:
+    def record(self, waited: Mapping[int, int], now: float) -> None:
         """Take a reading, and lower the number of threads if they have waited too long.
 
-        threads: the number of threads of the measured region
-        waited: seconds that these threads have waited for a core, in sum
-        start, end: when the region began and ended
+        waited: nanoseconds that each of a region's threads has waited for a core since it began, by
+                the thread's number
         """
-        self._waited += waited
-        self._elapsed += end - (start if self.restarts(start) else self._read)
-        self._read = end
-        if self._waited > SHARE * WINDOW:
-            lost = round(self._waited / max(self._elapsed, WINDOW))  # cores
-            again = end - self._changed < STABLE
+        last = self._last if now - self._read < STALE else {}
+        self._waited += sum(ns - last[thread] for thread, ns in waited.items() if thread in last)
+        self._elapsed += now - self._read if last else 0
+        self._last, self._read = waited, now
+        if self._waited > SHARE * WINDOW * 1e9:
+            lost = round(self._waited * 1e-9 / max(self._elapsed, WINDOW))  # cores
+            again = now - self._changed < STABLE
             self._hold = min(2 * self._hold, LONGEST) if again else SHORTEST
-            self._set_limit(max(1, threads - max(1, lost)), end)
+            self._set_limit(max(1, len(waited) - max(1, lost)), now)
         elif self._elapsed >= WINDOW:
             self._start_window()

@@ -83,18 +83,20 @@ class KernelEntry:
         if threads == 1:
             self._function(argument)
         elif GOVERNOR.due(now):
-            self._measure(argument, threads, now)
+            GOVERNOR.record(self._measure(argument, threads), perf_counter())
         else:
             PARALLEL(self.address, argument, threads, 0)
 
-    def _measure(self, argument: int, threads: int, start: float) -> None:
-        """Run a kernel, and let the governor know how long its threads have waited for a core."""
-        call = library().structure("MeasuredCall")(
-            kernel=self.address, call=argument, restart=GOVERNOR.restarts(start)
+    def _measure(self, argument: int, threads: int) -> dict[int, int]:
+        """Run a kernel; return how long its threads have waited for a core, in nanoseconds."""
+        assert PARALLEL is not None
+        structure = library().structure
+        waits = (structure("Waiting") * threads)()
+        call = structure("MeasuredCall")(
+            kernel=self.address, call=argument, threads=ctypes.addressof(waits)
         )
-        run_measured = library().address("run_measured")
-        PARALLEL(run_measured, ctypes.addressof(call), threads, 0)
-        GOVERNOR.record(threads, call.waited * 1e-9, start, perf_counter())
+        PARALLEL(library().address("run_measured"), ctypes.addressof(call), threads, 0)
+        return {each.thread: each.nanoseconds for each in waits[: call.count]}
 
 
 @cache
