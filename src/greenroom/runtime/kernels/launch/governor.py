@@ -15,9 +15,9 @@ from math import inf
 READING = 0.01  # seconds between two readings of how long threads have waited for a core
 STALE = 0.1  # after so many seconds without a reading the next one is compared with none
 WINDOW = 0.1  # seconds that a decision looks back
-SHARE = 0.2  # of the window that all threads together may wait for a core
-SHORTEST, LONGEST = 0.1, 1.0  # seconds with fewer threads, until the full number is tried again
-STABLE = 1.0  # seconds with the full number of threads, after which the next loss is a new one
+SHARE = 0.4  # of the window that all threads together may wait for a core (docs/log/2026-11.md)
+SHORTEST, LONGEST = 0.1, 2.0  # seconds with fewer threads, until the full number is tried again
+STABLE = 0.4  # seconds with the full number of threads, after which the next loss is a new one
 
 
 class Governor(threading.local):
