@@ -174,7 +174,7 @@ void attend_plain(AttendCall& p) {
         const int64_t unit = claim(p.cursor), n0 = (unit - p.key_heads) * UNIT;
         if (n0 < 0) {
             attend_key_head<T>(p, unit);
-            claim(p.done);
+            count(p.done);
             continue;
         }
         if (n0 >= p.outputs) return;
@@ -198,7 +198,7 @@ void attend_encoded(AttendCall& p) {
         const int64_t n0 = (units.number - p.key_heads) * UNIT;
         if (n0 < 0) {
             attend_key_head<T>(p, units.number);
-            claim(p.done);
+            count(p.done);
             continue;
         }
         await(p.done, p.key_heads);
@@ -222,7 +222,7 @@ INLINE void attend_unit(TokensCall& p, int64_t unit, int64_t K) {
     const int64_t head = unit % key_heads, n = one.group * one.width;
     attend_key_head<T>(one, head);
     widen((const T*)one.mixed + head * n, n, p.wide + token * K + head * n);
-    claim(p.done);
+    count(p.done);
 }
 
 // Store all tokens' outputs from number n0 on.

@@ -263,7 +263,7 @@ void group(GroupCall& call) {
         Unit unit = group.unit(units.number);
         if (!unit.up && call.up) await(call.finished[unit.place], group.ups);
         group.compute(unit, units.next());
-        if (unit.up) claim(call.finished[unit.place]);
+        if (unit.up) count(call.finished[unit.place]);
     }
 }
 

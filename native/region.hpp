@@ -2,7 +2,9 @@
 // of work with an atomic counter, and leaves when no unit is left.
 #pragma once
 
-#include <sched.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "simd.hpp"
 
@@ -20,12 +22,42 @@ INLINE int64_t current(const int64_t& counter) {
     return __atomic_load_n(&counter, __ATOMIC_RELAXED);
 }
 
-// Wait until a counter is at least an amount. After a while the core is given to other threads: the
-// one that must still count may have lost its own.
+// How many threads sleep in `wait_change`, of all regions.
+inline int64_t sleepers = 0;
+
+// Wait until a number in memory is not `value`. After a while the thread sleeps: the thread that
+// changes the number may have lost its core, and gets the core of the one that sleeps.
+[[gnu::noinline]] inline void wait_change(const int32_t* number, int32_t value) {
+    constexpr int spins = 50000;  // about 100 microseconds; waking a thread takes 50
+    for (int i = 0; i < spins; i++)
+        if (__atomic_load_n(number, __ATOMIC_ACQUIRE) != value) return;
+    claim(sleepers);
+    while (__atomic_load_n(number, __ATOMIC_SEQ_CST) == value)
+        syscall(SYS_futex, number, FUTEX_WAIT_PRIVATE, value, nullptr);
+    claim(sleepers, -1);
+}
+
+// Wake the threads that wait for a change of a number.
+INLINE void wake(const int32_t* number) {
+    if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST))
+        syscall(SYS_futex, number, FUTEX_WAKE_PRIVATE, INT32_MAX);
+}
+
+// The halves of a counter on little-endian processors.
+INLINE const int32_t* lower(const int64_t& counter) { return (const int32_t*)&counter; }
+INLINE const int32_t* upper(const int64_t& counter) { return (const int32_t*)&counter + 1; }
+
+// Wait until a counter, to which other threads `count`, is at least an amount.
 INLINE void await(const int64_t& counter, int64_t amount) {
-    constexpr int spins = 10000;  // about 20 microseconds
-    for (int i = 0; __atomic_load_n(&counter, __ATOMIC_ACQUIRE) < amount; i++)
-        if (i >= spins) sched_yield();
+    int64_t value;
+    while ((value = __atomic_load_n(&counter, __ATOMIC_ACQUIRE)) < amount)
+        wait_change(lower(counter), (int32_t)value);
+}
+
+// Add 1 to a counter for which other threads `await`.
+INLINE void count(int64_t& counter) {
+    claim(counter);
+    wake(lower(counter));
 }
 
 // The units of work that a thread has claimed: the present one, and the following one, so that its

@@ -1,4 +1,4 @@
-// Formulas that no kernel has alone, for tests.
+// Formulas and waiting that no kernel has alone, for tests.
 #include "arguments.hpp"
 #include "formulas.hpp"
 #include "region.hpp"
@@ -15,6 +15,12 @@ SHARED(ExponentialsTest,
     float* out;   // [n]
 )
 
+// A counter that threads await.
+SHARED(AwaitTest,
+    int64_t counter;
+    int64_t amount;
+)
+
 template <class T>
 void test_exponentials(ExponentialsTest& call) {
     call.total = exponentials((const T*)call.x, call.n, call.scale, call.out);
@@ -23,3 +29,6 @@ void test_exponentials(ExponentialsTest& call) {
 }  // namespace
 
 KERNELS(test_exponentials, ExponentialsTest, test_exponentials)
+
+EXPORT void test_await(AwaitTest* p) { await(p->counter, p->amount); }
+EXPORT void test_count(AwaitTest* p) { count(p->counter); }

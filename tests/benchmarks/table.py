@@ -95,6 +95,8 @@ ROWS = (
     Row("formats.py", "{root} --model moe1.7b-zipf1.0 --types BF16 --llama-bench {llama}"
         " --peer fork={llama} --threads 1 --repeats 1 --tokens 4 --prompt 8 --only resident",
         ("everything resident", "Greenroom", "llama.cpp", "x llama.cpp", "fork", "x fork")),
+    Row("shared_cores.py", "{shape} --threads 1 --rounds 1 --seconds 0.1 --llama-bench {llama}",
+        ("engine", "quiet, tokens/s", "busy, tokens/s", "share", "greenroom's share / its share")),
     Row("pack.py", "{model} --out {out} --kinds int8", ("experts", "packing, s", "floor, s")),
     Row("startup.py", "--repeats 1 --parts help warm --own-cache",
         ("start-up", "first text, s", "end, s")),

@@ -173,6 +173,9 @@ CASES = (
         )
         for kind in ("floats", "bytes")
     ),
+    Case("run_measured", "length", routers.check_measured, typed=False),
+    Case("test_await", "amount", routers.check_await, typed=False),
+    Case("test_count", "counter", routers.check_count, typed=False),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -133,3 +134,27 @@ def check_stages(kernel: WalledKernel, count: int) -> Iterator[Tensor]:
         kernel.call("StagesCall", count=len(described), stages=kernel.place_structures(described))
         assert [each.done for each in copies] == [True] * (count - 1) + [bool(flag)]
         yield from (each.targets[0] for each in copies)
+
+
+def check_measured(kernel: WalledKernel, length: int) -> Iterator[Tensor]:
+    """A copy, and how long its only thread has waited for a core."""
+    copies, waiting = _Copies(kernel, [length]), kernel.allocate(2, dtype=INT64).fill_(-1)
+    call = kernel.call(
+        "MeasuredCall", kernel=kernel.of.address("copy_calls"),
+        call=ctypes.addressof(copies.call), threads=waiting.data_ptr(),
+    )  # fmt: skip
+    assert copies.done
+    assert call.count == 1
+    assert waiting[0] == threading.get_native_id()
+    assert waiting[1] >= 0
+    yield from copies.targets
+
+
+def check_await(kernel: WalledKernel, amount: int) -> Iterator[Tensor]:
+    yield torch.tensor(kernel.call("AwaitTest", counter=amount, amount=amount).counter)
+
+
+def check_count(kernel: WalledKernel, counter: int) -> Iterator[Tensor]:
+    call = kernel.call("AwaitTest", counter=counter)
+    assert call.counter == counter + 1
+    yield torch.tensor(call.counter)

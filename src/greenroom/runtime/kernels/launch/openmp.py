@@ -3,7 +3,8 @@
 A second pool of threads would compete with torch's for the cores: workers of both spin after their
 work. So a kernel `void(void *)` is started by `GOMP_parallel`, which compilers call for
 `#pragma omp parallel`. The function is of the library that torch has loaded (GNU's, or Intel's with
-the same symbol). Without such a library the kernel runs on the calling thread only.
+the same symbol). Without such a library the kernel runs on the calling thread only. While other
+programs use the cores, fewer threads than torch's enter a kernel (launch/governor.py).
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 import torch
 
+from greenroom.runtime.kernels.launch.governor import Governor
 from greenroom.runtime.kernels.native.library import library
 
 _NAMES = ("libgomp", "libiomp5", "libomp")
@@ -31,25 +35,25 @@ def _loaded() -> list[str]:
     return sorted(libraries, key=lambda path: "torch" not in path)
 
 
-def find_parallel() -> tuple[Callable[[int, int, int, int], None] | None, int]:
-    """Find torch's OpenMP functions that start a parallel region and wait at a barrier.
+def find_parallel() -> Callable[[int, int, int, int], None] | None:
+    """Find torch's OpenMP function that starts a parallel region.
 
-    Return the function `GOMP_parallel(entry, data, threads, flags)` and the address of the barrier
-    function. Return (None, 0) if the process has loaded no OpenMP library.
+    Return `GOMP_parallel(entry, data, threads, flags)`, or None if the process has loaded no OpenMP
+    library.
     """
     for path in _loaded():
         try:
-            library = ctypes.CDLL(path)
-            parallel, barrier = library.GOMP_parallel, library.GOMP_barrier
+            parallel: Any = ctypes.CDLL(path).GOMP_parallel
         except (OSError, AttributeError):
             continue
         parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         parallel.restype = None
-        return parallel, ctypes.cast(barrier, ctypes.c_void_p).value or 0
-    return None, 0
+        return parallel
+    return None
 
 
-PARALLEL, BARRIER = find_parallel()
+PARALLEL = find_parallel()
+GOVERNOR = Governor()
 
 
 class KernelEntry:
@@ -66,15 +70,33 @@ class KernelEntry:
         self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def __call__(self, argument: int, wide: bool = True) -> None:
-        """Run a compiled kernel on all of torch's threads, or (not `wide`) on the caller's alone.
+        """Run a compiled kernel on torch's threads, or (not `wide`) on the caller's alone.
 
         `argument` is an address. The GIL is released during the call.
         """
-        threads = torch.get_num_threads() if wide else 1
-        if threads > 1 and PARALLEL is not None:
-            PARALLEL(self.address, argument, threads, 0)
-        else:
+        full = torch.get_num_threads() if wide else 1
+        if full == 1 or PARALLEL is None:
             self._function(argument)
+            return
+        now = perf_counter()
+        threads = GOVERNOR.threads(full, now)
+        if threads == 1:
+            self._function(argument)
+        elif GOVERNOR.due(now):
+            GOVERNOR.record(self._measure(argument, threads), perf_counter())
+        else:
+            PARALLEL(self.address, argument, threads, 0)
+
+    def _measure(self, argument: int, threads: int) -> dict[int, int]:
+        """Run a kernel; return how long its threads have waited for a core, in nanoseconds."""
+        assert PARALLEL is not None
+        structure = library().structure
+        waits = (structure("Waiting") * threads)()
+        call = structure("MeasuredCall")(
+            kernel=self.address, call=argument, threads=ctypes.addressof(waits)
+        )
+        PARALLEL(library().address("run_measured"), ctypes.addressof(call), threads, 0)
+        return {each.thread: each.nanoseconds for each in waits[: call.count]}
 
 
 @cache

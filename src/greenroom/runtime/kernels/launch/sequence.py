@@ -1,4 +1,4 @@
-"""Run several compiled kernels in one OpenMP parallel region, with barriers between them.
+"""Run several compiled kernels in one OpenMP parallel region, one after another.
 
 Starting a region and returning to Python costs more than a small kernel's own work. A kernel may
 read what an earlier one has written: the address of that result is known before it is computed.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
-from greenroom.runtime.kernels.launch.openmp import BARRIER, KernelEntry, kernel_entry
+from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
 from greenroom.runtime.kernels.native.library import library
 
 Arguments: TypeAlias = "ctypes.Structure | array[int]"
@@ -54,7 +54,7 @@ def run(stages: Sequence[Stage]) -> None:
 def launch(addresses: array[int], count: int) -> None:
     """Run kernel calls whose addresses (of the kernel, of its arguments) are in an array."""
     structure, run_stages = _launcher()
-    call = structure(count, BARRIER, addresses.buffer_info()[0])
+    call = structure(count=count, stages=addresses.buffer_info()[0])
     run_stages(ctypes.addressof(call))
 
 

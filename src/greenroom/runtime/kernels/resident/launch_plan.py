@@ -23,7 +23,7 @@ from greenroom.runtime.kernels.dense.attention import KeyValueView, Positions
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer
 from greenroom.runtime.kernels.dense.router import RouterCall
 from greenroom.runtime.kernels.dense.stored import thread_scratch
-from greenroom.runtime.kernels.launch.openmp import BARRIER, kernel_entry
+from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.launch.sequence import Arguments, address_of
 from greenroom.runtime.kernels.native.library import library
 from greenroom.runtime.kernels.resident.one_token import OneTokenCalls, OneTokenExperts
@@ -186,9 +186,7 @@ class LaunchPlan:
         stages[0].call = address_of(self._copy_call)
         for stage, kernel, call in zip(stages[1:], entries[::2], entries[1::2], strict=True):
             stage.kernel, stage.call = kernel, call
-        call = library().structure("StagesCall")(
-            count=len(stages), barrier=BARRIER, stages=ctypes.addressof(stages)
-        )
+        call = library().structure("StagesCall")(count=len(stages), stages=ctypes.addressof(stages))
         return call, stages
 
     def _scratch_addresses(self) -> tuple[int, int]:
@@ -233,7 +231,9 @@ class LaunchPlan:
         self._copy_call.cursor = 0
         if first not in self._regions:
             self._regions[first] = self._make_region(first)
-        kernel_entry("run_stages")(address_of(self._regions[first][0]))
+        region = self._regions[first][0]
+        region.progress = 0
+        kernel_entry("run_stages")(address_of(region))
         counts = [calls.search.found for calls in self._expert_calls[first:]]
         return counts[: counts.index(0)] if 0 in counts else counts
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from greenroom.runtime.kernels.activation import RAW
 from greenroom.runtime.kernels.cpu import CpuKernel, CpuStep
 from greenroom.runtime.kernels.cpu_layer import layer_plan
-from greenroom.runtime.kernels.launch.openmp import BARRIER, kernel_entry
+from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.native.library import library
 from greenroom.runtime.kernels.routing import Routing
@@ -112,7 +112,7 @@ class OneTokenExperts:
         )
         calls.norm.columns, calls.routing.count = hidden, top_k
         calls.search.top_k, calls.search.experts = top_k, layer.num_experts
-        calls.region.count, calls.region.barrier = len(calls.stages), BARRIER
+        calls.region.count = len(calls.stages)
         entries = plan.group_entry, plan.sum_entry, plan.norm_entry
         for stage, entry in zip(calls.stages, entries, strict=True):
             stage.kernel = entry.address
