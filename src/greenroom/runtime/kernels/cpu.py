@@ -65,8 +65,10 @@ class CpuStep(base.KernelStep):
         self.kernel, self.plan = kernel, layer_plan(layer, kernel.name)
         self.result: Tensor | None = None  # set if it was computed with the last group
         # One token is not converted here: torch's conversion takes longer than the kernel's own.
-        self.narrow = len(x) == 1 and x.dtype is layer.dtype and x.is_contiguous()
-        wide = x if self.narrow else x.float().contiguous()
+        # Pairs of bfloat16 are multiplied without conversion.
+        narrow = x.dtype is layer.dtype and (len(x) == 1 or self.plan.multiplies_pairs)
+        self.narrow = narrow
+        wide = (x if narrow else x.float()).contiguous()
         self.input = wide  # kept alive: kernel entries read it until the last group
         self.packed: dict[int, Tensor] = {}  # the input packed as integers, by planes
         (tokens, top_k), entries, count = routing.shape, len(routing.rows), len(routing.experts)
@@ -97,7 +99,7 @@ class CpuStep(base.KernelStep):
     def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         plan, all_experts = self.plan, len(experts) == len(self.routing.experts)
         compiled = plan.activation.code != RAW and self.layer.norm is None
-        if all_experts and compiled and self.narrow:
+        if all_experts and compiled and self.narrow and len(self.x) == 1:
             self._compute_one_token(plan, experts, slots)
         else:
             self._compute(plan, self.layer, experts, slots, False)
