@@ -4,7 +4,7 @@
 // its core for a while delays one range, not the whole computation.
 #include "experts.hpp"
 
-#include "plain.hpp"
+#include "pairs.hpp"
 
 namespace {
 
@@ -60,6 +60,26 @@ void multiply_plain(const T* matrix, const Product& p, uint8_t* scratch) {
         int64_t count = least(WIDENED_ROWS, p.count - n);
         widen(w + n * K, count * K, (float*)scratch);
         dots(wide, 4 * K, K, count, p.block, p.carry, p.rows, p.first + n, start, stop);
+    }
+}
+
+// Multiply pairs of bfloat16. Inputs are rows of x, or, if it is null, float32 numbers that are
+// bfloat16 too.
+INLINE void multiply_bfloat16(
+    const BFloat16* matrix, const Product& p, const BFloat16* x_rows, uint8_t* scratch,
+    const void* next) {
+    const int64_t K = p.inputs, step = up_rounded(K, PAIRED) * PAIRED;
+    BFloat16* memory = (BFloat16*)aligned(scratch);
+    for (int64_t j = p.entries.start; j < p.entries.stop; j += PAIR_INPUTS) {
+        const BFloat16* x[PAIR_INPUTS];
+        float* out[PAIR_INPUTS];
+        const int64_t tokens = least(PAIR_INPUTS, p.entries.stop - j);
+        for (int64_t t = 0; t < tokens; t++) {
+            x[t] = x_rows ? x_rows + p.rows.x_index[j + t] * K : memory + t * step;
+            if (!x_rows) narrow(p.rows.input(j + t), K, memory + t * step);
+            out[t] = p.rows.result(j + t) + p.first;
+        }
+        multiply_pairs({matrix + p.first * K, K, p.count, p.block, p.carry, tokens, x, out, next});
     }
 }
 
@@ -163,7 +183,7 @@ struct Group {
           up_total(c.up ? c.count * ups : 0), total(up_total + (c.down ? c.count * downs : 0)),
           x((const float*)c.x), packed(c.packed),
           scratch(c.scratch + claim(c.threads) * c.scratch_bytes) {
-        if (!c.narrow || !c.up) return;
+        if (!c.narrow || !c.up || up_pairs()) return;
         // One token: each thread widens, and packs, a copy of its own.
         Input own = input_row((const T*)c.x, layer.hidden, up_planes(), (float*)scratch);
         x = own.plain;
@@ -176,7 +196,17 @@ struct Group {
     }
     int64_t up_planes() const { return planes_of(layer.up) | planes_of(layer.second); }
 
-    int64_t pairs() const { return layer.width > layer.inner ? 2 : 1; }
+    // Are products sums of pairs of bfloat16 numbers, in the up and down projection? Activations
+    // are such numbers unless the module's own activation has computed them in float32.
+    bool has_pairs(const ExpertMatrix& matrix) const {
+        return std::is_same_v<T, BFloat16> && !matrix.format && !layer.transposed;
+    }
+    bool up_pairs() const { return call.narrow && has_pairs(layer.up); }
+    bool down_pairs() const {
+        return has_pairs(layer.down) && (layer.activation.code != RAW || layer.rounds);
+    }
+
+    int64_t projections() const { return layer.width > layer.inner ? 2 : 1; }
 
     const uint8_t* slot(int64_t place) const {
         return layer.slots + call.slots[place] * layer.slot_bytes;
@@ -185,7 +215,8 @@ struct Group {
     INLINE Unit unit(int64_t number) const {
         if (number < up_total) {
             int64_t start = number % ups * steps.up, stop = least(start + steps.up, layer.inner);
-            int64_t ranges = layer.interleaved ? 1 : pairs(), wide = pairs() / ranges;
+            int64_t ranges = layer.interleaved ? 1 : projections();
+            int64_t wide = projections() / ranges;
             Range channels{start, stop};
             return {true, number / ups, channels, start * wide, (stop - start) * wide, ranges};
         }
@@ -195,9 +226,13 @@ struct Group {
         return {false, number / downs, {start, stop}, start, stop - start, 1};
     }
 
-    // The codes that this thread reads after those of its present unit.
+    // The codes or rows that this thread reads after those of its present unit.
     INLINE const uint8_t* next_codes(int64_t number) const {
         Unit next = unit(number);
+        const ExpertMatrix& matrix = next.up ? layer.up : layer.down;
+        if (!matrix.format)
+            return slot(next.place) + matrix.offset +
+                   next.first * (next.up ? layer.hidden : layer.inner) * sizeof(T);
         const Layout& layout = next.up ? *layer.up.layout : *layer.down.layout;
         return row_codes(layout, slot(next.place), next.first);
     }
@@ -220,13 +255,19 @@ struct Group {
         Product product = this->product(unit, expert);
         for (int64_t range = 0; range < unit.ranges; range++, product.first += layer.inner) {
             const ExpertMatrix& matrix = !unit.up ? layer.down : range ? layer.second : layer.up;
+            const bool last = range == unit.ranges - 1;
             if (matrix.format) {
-                bool last = range == unit.ranges - 1;
                 const uint8_t* next =
                     last ? next_codes(next_unit)
                          : row_codes(*layer.second.layout, base, unit.first + layer.inner);
                 multiply_encoded({matrix.format, matrix.layout, base}, product,
                                  unit.up ? packed : call.act, scratch, call.sequential_rows, next);
+            } else if (unit.up ? up_pairs() : down_pairs()) {
+                const BFloat16* weights = (const BFloat16*)(base + matrix.offset);
+                const void* next = last ? (const void*)next_codes(next_unit)
+                                        : weights + (unit.first + layer.inner) * layer.hidden;
+                const BFloat16* x_rows = unit.up ? (const BFloat16*)call.x : nullptr;
+                multiply_bfloat16(weights, product, x_rows, scratch, next);
             } else if (layer.transposed) {
                 multiply_transposed((const T*)(base + matrix.offset), product, scratch);
             } else {
@@ -328,6 +369,7 @@ void sum(SumCall& call) {
 EXPORT int64_t expert_scratch_bytes(int64_t hidden, int64_t inner) {
     int64_t rows = (WIDENED_ROWS + 3) * (hidden > inner ? hidden : inner);
     int64_t strip = BLOCK * STRIP * LANES;
+    static_assert(2 * PAIR_INPUTS <= 4 * WIDENED_ROWS);  // narrowed inputs take less
     return 4 * ((rows > strip ? rows : strip) + 1024 + 2 * up_rounded(hidden, LANES) * LANES);
 }
 

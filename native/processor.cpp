@@ -1,5 +1,5 @@
 // Does this processor run the library's code, and from which sources was it built?
-#include "arguments.hpp"
+#include "pairs.hpp"
 
 EXPORT const char source_digest[] = SOURCE_DIGEST;
 
@@ -8,6 +8,15 @@ EXPORT const char source_digest[] = SOURCE_DIGEST;
 #else
 #define BASELINE
 #endif
+
+int64_t pair_instruction = 0;
+
+[[gnu::constructor]] BASELINE static void find_instructions() {
+#if defined(__AVX512F__)
+    __builtin_cpu_init();
+    pair_instruction = __builtin_cpu_supports("avx512bf16") != 0;
+#endif
+}
 
 EXPORT BASELINE int runs_here() {
 #if defined(__x86_64__)

@@ -94,6 +94,12 @@ INLINE Vector<T> load_first(const void* address, int64_t n) {
         return {(Part<T>)_mm512_maskz_loadu_epi32(first, address)};
     }
 #endif
+#if defined(__AVX512BW__)
+    if constexpr (sizeof(T) == 2) {
+        __mmask32 first = n < 32 ? (1u << (n > 0 ? n : 0)) - 1 : 0xffffffff;
+        return {(Part<T>)_mm512_maskz_loadu_epi16(first, address)};
+    }
+#endif
     Vector<T> value{};
     if (n > 0) std::memcpy(&value, address, sizeof(T) * (n < value.lanes ? n : value.lanes));
     return value;

@@ -21,7 +21,7 @@ from tests.runtime.kernels.widths.formats import (
 FORMATS = [[name for name in of.symbols() if name.startswith("format_")] for of in LIBRARIES]
 # What libraries export besides kernels. Cases of kernels take scratch memory of these sizes.
 SIZES = {"rows_scratch_bytes", "expert_scratch_bytes"}
-ABOUT_LIBRARY = {"runs_here", "source_digest"}
+ABOUT_LIBRARY = {"pair_instruction", "runs_here", "source_digest"}
 STRUCTURES = ("fields_of_", "bytes_of_")
 
 

@@ -66,8 +66,10 @@ class CpuStep(base.KernelStep):
         self.result: Tensor | None = None  # set if it was computed with the last group
         self.left = len(routing.experts)  # without those that `compute_group` has computed
         # One token is not converted here: torch's conversion takes longer than the kernel's own.
-        self.narrow = len(x) == 1 and x.dtype is layer.dtype and x.is_contiguous()
-        wide = x if self.narrow else x.float().contiguous()
+        # Pairs of bfloat16 are multiplied without conversion.
+        narrow = x.dtype is layer.dtype and (len(x) == 1 or self.plan.multiplies_pairs)
+        self.narrow = narrow
+        wide = (x if narrow else x.float()).contiguous()
         self.input = wide  # kept alive: kernel entries read it until the last group
         self.packed: dict[int, Tensor] = {}  # the input packed as integers, by planes
         (tokens, top_k), entries, count = routing.shape, len(routing.rows), len(routing.experts)
@@ -98,7 +100,8 @@ class CpuStep(base.KernelStep):
     def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         plan, count = self.plan, len(experts)
         self.left -= count
-        if count and not self.left and self.narrow and plan.sums_in_region:
+        one = self.narrow and len(self.x) == 1
+        if count and not self.left and one and plan.sums_in_region:
             self._compute_last_group(plan, experts, slots)
         else:
             self._compute(plan, self.layer, experts, slots, False)

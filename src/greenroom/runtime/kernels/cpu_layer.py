@@ -27,13 +27,14 @@ class CpuLayerPlan:
                             none is packed
     sums_in_region: may one token's last group be summed in the parallel region that computes it?
     group_template, sum_template, norm_template: calls with the fields of every step
+    multiplies_pairs: plain bfloat16 matrices take rows of inputs as they are (native/pairs.hpp)
     """
 
     __slots__ = (
         *("activation", "experts", "group_entry", "matrices", "kernels", "norm_entry", "scratch"),
         *("down_bias", "group_type", "routing_type", "sum_entry", "sum_type", "up_bias"),
         *("down_planes", "up_planes", "group_template", "sum_template", "sums_in_region"),
-        *("norm_template", "norm_type", "_recipe", "_rounding"),
+        *("multiplies_pairs", "norm_template", "norm_type", "_recipe", "_rounding"),
     )
 
     def __init__(self, layer: LayerExperts, kernels: str = "native") -> None:
@@ -44,11 +45,13 @@ class CpuLayerPlan:
         self.group_entry: KernelEntry = kernel_entry("compute_group", layer.dtype)
         self.sum_entry: KernelEntry = kernel_entry("sum_experts", layer.dtype)
         self.norm_entry: KernelEntry = kernel_entry("add_and_norm", layer.dtype)
-        pairs = [products_of(w, layer.dtype, kernels) for w in weights] if encoded else []
-        self.matrices = [pairs[0][0], pairs[1][0], pairs[0][1]] if encoded else []
+        products = [products_of(w, layer.dtype, kernels) for w in weights] if encoded else []
+        self.matrices = [products[0][0], products[1][0], products[0][1]] if encoded else []
         self.up_planes = max((each.planes for each in self.matrices[::2]), default=0)
         self.down_planes = self.matrices[1].planes if encoded else 0
         assert len({each.planes for each in self.matrices} - {0}) <= 1  # inputs are packed once
+        plain = not encoded and not layer.transposed
+        self.multiplies_pairs = plain and layer.dtype is torch.bfloat16
         self.up_bias, self.down_bias = layer.up_bias, layer.down_bias
         structure = library().structure
         self.group_type, self.sum_type = structure("GroupCall"), structure("SumCall")

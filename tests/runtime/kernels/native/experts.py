@@ -66,7 +66,7 @@ class Layer:
         count, width, hidden = up.shape
         inner = down.shape[2]
         self.dtype, self.hidden, self.inner, self.width = up.dtype, hidden, inner, width
-        self.slots = list(slots or range(count))
+        self.slots, self.up = list(slots or range(count)), up
         if fields.get("transposed"):
             up, down = up.mT, down.mT
         each = torch.cat([up.flatten(1), down.flatten(1)], 1)
@@ -82,10 +82,17 @@ class Layer:
 
 
 class Step:
-    """Tokens' float32 memory, and calls of `compute_group` and `sum_experts` for it."""
+    """Tokens' float32 memory, and calls of `compute_group` and `sum_experts` for it.
 
-    def __init__(self, layer: Layer, x: Tensor, choices: Sequence[Sequence[int | None]]) -> None:
-        self.layer, self.x, self.routed = layer, x.float(), Routed.of(choices)
+    narrow: x is passed in the layer's type, not in float32
+    """
+
+    def __init__(
+        self, layer: Layer, x: Tensor, choices: Sequence[Sequence[int | None]],
+        narrow: bool = False,
+    ) -> None:  # fmt: skip
+        self.layer, self.routed = layer, Routed.of(choices)
+        self.x, self._narrow = x.to(layer.dtype if narrow else torch.float32), narrow
         entry_count = len(self.routed.rows)
         self.mid = torch.full((entry_count, layer.width), PADDING)
         self.act = torch.full((entry_count, layer.inner), PADDING)
@@ -112,7 +119,7 @@ class Step:
             x=self.x.data_ptr(), mid=self.mid.data_ptr(), act=self.act.data_ptr(),
             out=self.out.data_ptr(), scratch=scratch.data_ptr(), scratch_bytes=size,
             count=len(experts), experts=lists[0].data_ptr(), slots=lists[1].data_ptr(),
-            finished=finished.data_ptr(), **{"up": 1, "down": 1, "sequential_rows": 4} | fields,
+            narrow=self._narrow, finished=finished.data_ptr(), **{"up": 1, "down": 1, "sequential_rows": 4} | fields,
         )  # fmt: skip
         enter(ctypes.addressof(call))
         assert call.threads == threads

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from greenroom.core.layout import PLAIN
 from tests.runtime.kernels.codes import Style
-from tests.runtime.kernels.native.variants import LIBRARIES
+from tests.runtime.kernels.native.variants import LIBRARIES, PAIR_FORMS, pair_form
 from tests.runtime.kernels.toys import DTYPES
 from tests.runtime.kernels.walls import bytes_of
 from tests.runtime.kernels.widths import attention, dense, experts, formats, peaks, routers
@@ -55,6 +56,10 @@ class Case:
     def dtypes(self) -> tuple[torch.dtype | None, ...]:
         return DTYPES if self.typed else (None,)
 
+    def has_pairs(self, dtype: torch.dtype | None) -> bool:
+        """Does the kernel multiply pairs of bfloat16, by an instruction if there is one?"""
+        return self.kernel == "compute_group" and dtype is torch.bfloat16
+
     @property
     def symbols(self) -> set[str]:
         """The names under which libraries export the kernel."""
@@ -78,12 +83,15 @@ def encoded_cases(
 
 def group_cases() -> Iterator[Case]:
     """Cases of experts: plain ones of any size, encoded ones with many inputs of either matrix."""
-    for tokens, narrow in ((1, True), (1, False), (5, False), (13, False)):
+    for tokens, narrow in ((1, True), (1, False), (5, False), (13, False), (5, True), (60, True)):
         form = f"{tokens}-token{'s' * (tokens > 1)}{'-narrow' * narrow}"
         for kind in experts.KINDS:
+            if narrow and tokens > 1 and kind.transposed:
+                continue
             yield Case("compute_group", f"{kind.name}-{form}", PlainExperts(kind, tokens, narrow),
                        few=SMALL)  # fmt: skip
-        for kind in experts.ENCODED_KINDS if narrow or tokens > 1 else ():
+        encoded = narrow == (tokens == 1)  # several rows are packed before
+        for kind in experts.ENCODED_KINDS if encoded else ():
             for side in ("hidden", "inner"):
                 check = EncodedExperts(kind, tokens, narrow, side == "hidden")
                 few = (5,) if check.unit < 256 else (1,)
@@ -190,10 +198,13 @@ def check_case(case: Case, width: int, at_end: bool = True) -> None:
     """Run a kernel of all libraries at a width, and compare the libraries bit for bit."""
     for dtype in case.dtypes:
         found = []
-        for of in LIBRARIES:
-            kernel = WalledKernel(of, case.kernel, dtype, at_end)
-            results = case.check(kernel, width * case.unit)
-            found.append([bytes_of(each).tobytes() for each in results])
+        for of, form in product(LIBRARIES, (True, False)):
+            if form not in PAIR_FORMS[of.variant] or (form and not case.has_pairs(dtype)):
+                continue
+            with pair_form(of, form):
+                kernel = WalledKernel(of, case.kernel, dtype, at_end)
+                results = case.check(kernel, width * case.unit)
+                found.append([bytes_of(each).tobytes() for each in results])
             assert kernel.has_clean_margins(), (str(case), width, dtype)
         first, *others = found
         assert first

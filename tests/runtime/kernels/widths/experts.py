@@ -149,6 +149,7 @@ class Layer:
         drawn = np.random.default_rng(inner).integers(-2, 3, (EXPERTS, self.width))
         self.bias = torch.from_numpy(drawn).to(dtype) if kind.biased else None
         self.up_planes, self.down_planes = kind.planes(kind.up), kind.planes(kind.down)
+        self.multiplies_pairs = dtype is torch.bfloat16 and not (kind.up or kind.transposed)
 
     def place(self, kernel: WalledKernel) -> int:
         """Place the layer's weights, and return the address of its description."""
@@ -186,6 +187,7 @@ class Group:
 
     def __init__(self, kernel: WalledKernel, layer: Layer, tokens: int, narrow: bool) -> None:
         self.kernel, self.layer = kernel, layer
+        narrow = narrow and (tokens == 1 or layer.multiplies_pairs)
         index = np.stack(
             [np.random.default_rng(t).permutation(EXPERTS)[:TOP_K] for t in range(tokens)]
         )
