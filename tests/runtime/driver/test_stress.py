@@ -107,6 +107,11 @@ class Stage:
 
     def run(self) -> None:
         script = self.script
+        if self.play.idle:  # the slots are free now, and soon no more
+            self._idle()
+            counts, end = self.rig.scheduler.counts, time.monotonic() + 20
+            while not counts.idle and time.monotonic() < end:
+                time.sleep(0.001)
         for script.now in range(self.play.passes):
             prefill = script.prefill[script.now]
             self.rig.begin(prefill, tokens=5 if prefill else 1, request=sum(script.prefill))
