@@ -16,7 +16,6 @@ LIBRARIES = [each for each in map(Library, filter(lambda p: p.exists(), PATHS)) 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-
 def _pair_instruction(of: Library) -> ctypes.c_int64:
     return ctypes.c_int64.from_address(of.address("pair_instruction"))
 
