@@ -49,6 +49,11 @@ struct PairOperand<true> {
 struct Ahead {
     const char* place;
     int64_t step;
+
+    INLINE void prefetch_step() {
+        for (int64_t line = 0; line < step; line += 64) prefetch(place + line);
+        place += step;
+    }
 };
 
 // Sum products of 32 elements (or the first `left`, if FEW) of N weight rows and M rows of x.
@@ -91,16 +96,15 @@ template <bool INSTRUCTION, int M, int N>
         Floats cells[M][N] = {};
         if (M == 1 && N > 1 && block >= K && row_by_row()) {
             each<N>([&](auto n) INLINE_LAMBDA {
-                for (int64_t at = start; at < end; at += PAIRED)
+                for (int64_t at = start; at < end; at += PAIRED) {
+                    prefetch(ahead.place + 2 * (n * (end - start) + at));
                     pair_step<INSTRUCTION, 0>(w, K, x, at, 0, cells, n, 1);
+                }
             });
         } else {
             for (int64_t at = start; at < end; at += PAIRED) {
-                if constexpr (M == 1 && N > 1) prefetch_rows<N>((const Words*)w, 2 * K, at / 2);
-                else
-                    for (int64_t line = 0; line < ahead.step; line += 64)
-                        prefetch(ahead.place + line);
-                ahead.place += ahead.step;
+                if (M == 1 && !row_by_row()) prefetch_rows<N>((const uint32_t*)w, 2 * K, at / 2);
+                else ahead.prefetch_step();
                 pair_step<INSTRUCTION, 0>(w, K, x, at, 0, cells);
             }
         }

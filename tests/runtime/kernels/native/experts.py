@@ -119,7 +119,7 @@ class Step:
             x=self.x.data_ptr(), mid=self.mid.data_ptr(), act=self.act.data_ptr(),
             out=self.out.data_ptr(), scratch=scratch.data_ptr(), scratch_bytes=size,
             count=len(experts), experts=lists[0].data_ptr(), slots=lists[1].data_ptr(),
-            narrow=self._narrow, finished=finished.data_ptr(),
+            finished=finished.data_ptr(), narrow=self._narrow,
             **{"up": 1, "down": 1, "sequential_rows": 4} | fields,
         )  # fmt: skip
         enter(ctypes.addressof(call))

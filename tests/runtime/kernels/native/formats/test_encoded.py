@@ -47,7 +47,8 @@ def check(coded: Coded, tokens: int) -> None:
     assert want.isfinite().all()
     assert want.abs().max() > 0
     if any(matrix.planes for matrix in layer_plan(coded.layer, "rounded").matrices):
-        assert (got - want).norm() <= 2e-3 * want.norm()
+        # Sums in another order may be rounded to the neighbouring number, in few outputs to many.
+        assert (got - want).norm() <= 2**-7 * want.norm()
     else:
         assert torch.equal(got, want)
 
