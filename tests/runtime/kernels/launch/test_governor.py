@@ -124,10 +124,10 @@ def test_a_smaller_full_number_is_never_exceeded():
 
 
 def test_each_calling_thread_has_decisions_of_its_own():
-    clock, found = Clock(), []
+    clock, counts = Clock(), []
     clock.run(0.09, share=0.9)
-    other = threading.Thread(target=lambda: found.append(clock.governor.threads(2, clock.now)))
+    other = threading.Thread(target=lambda: counts.append(clock.governor.threads(2, clock.now)))
     other.start()
     other.join()
-    assert found == [2]
+    assert counts == [2]
     assert clock.governor.threads(2, clock.now) == 1
