@@ -40,7 +40,7 @@ def load(path: str, threads: int) -> Any:
 
 
 def decode(path: str, threads: int) -> None:
-    """Decode tokens for as long as each line of standard input says, and print the rates."""
+    """Decode tokens; standard input has the seconds of each measurement, output the rates."""
     model = load(path, threads)
     import torch
     from worker import Passes, fill

@@ -79,7 +79,7 @@ def test_a_thread_without_an_earlier_reading_does_not_count():
     assert governor.threads(2, 1.03) == 2
 
 
-def test_the_full_number_is_tried_after_100_ms_and_kept_where_nobody_waits():
+def test_the_full_number_is_tried_after_100_ms_and_stays_where_nobody_waits():
     clock = Clock()
     counts = clock.run(0.1, share=0.9)
     first = counts.index(1)
@@ -91,9 +91,9 @@ def test_the_full_number_is_tried_after_100_ms_and_kept_where_nobody_waits():
 
 def test_trials_that_fail_become_rarer_and_a_later_loss_starts_anew():
     clock = Clock()
-    found = pauses(clock.run(15, share=0.9))
-    assert found[:4] == pytest.approx([0.1, 0.2, 0.4, 0.8], abs=0.011)
-    assert found[5:-1] == pytest.approx([LONGEST] * len(found[5:-1]), abs=0.011)
+    trials = pauses(clock.run(15, share=0.9))
+    assert trials[:4] == pytest.approx([0.1, 0.2, 0.4, 0.8], abs=0.011)
+    assert trials[5:-1] == pytest.approx([LONGEST] * len(trials[5:-1]), abs=0.011)
     assert clock.run(LONGEST + 2, share=0)[-1] == 2
     assert pauses(clock.run(0.6, share=0.9))[0] == pytest.approx(0.1, abs=0.011)
 
@@ -103,9 +103,9 @@ def test_trials_that_fail_become_rarer_and_a_later_loss_starts_anew():
     [(60, 7), (90, 7), (160, 6), (290, 5), (2500, 1)],  # in 0.1 s
 )
 def test_as_many_threads_are_left_out_as_cores_are_lost(waited_ms, expected):
-    governor, rest = Governor(), dict.fromkeys(range(7), 0)
-    governor.record({8: 0, **rest}, 1.0)
-    governor.record({8: waited_ms * 1_000_000, **rest}, 1.09)
+    governor, zeros = Governor(), dict.fromkeys(range(7), 0)
+    governor.record({8: 0, **zeros}, 1.0)
+    governor.record({8: waited_ms * 1_000_000, **zeros}, 1.09)
     assert governor.threads(8, 1.11) == expected
 
 
@@ -124,10 +124,10 @@ def test_a_smaller_full_number_is_never_exceeded():
 
 
 def test_each_calling_thread_has_decisions_of_its_own():
-    clock, found = Clock(), []
+    clock, counts = Clock(), []
     clock.run(0.09, share=0.9)
-    other = threading.Thread(target=lambda: found.append(clock.governor.threads(2, clock.now)))
+    other = threading.Thread(target=lambda: counts.append(clock.governor.threads(2, clock.now)))
     other.start()
     other.join()
-    assert found == [2]
+    assert counts == [2]
     assert clock.governor.threads(2, clock.now) == 1

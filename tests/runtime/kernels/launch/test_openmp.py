@@ -17,7 +17,7 @@ WIDTH = 300
 
 
 class Schedule(Governor):
-    """A governor that lets 1, 2 and 3 threads enter, in turns, and reads all regions."""
+    """A governor that lets 1, 2 and 3 threads enter, in turns."""
 
     def __init__(self) -> None:
         super().__init__()
