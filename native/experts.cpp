@@ -1,4 +1,4 @@
-// Kernels that compute a group of experts and sum experts' outputs.
+// Kernels that compute a group of experts.
 //
 // Every thread claims ranges of channels and leaves when no range is left. So a thread that loses
 // its core for a while delays one range, not the whole computation.
@@ -13,7 +13,6 @@ using namespace greenroom;
 constexpr int64_t BLOCK = 64;        // channels between the projections of one partial sum
 constexpr int64_t MANY = 8;          // from so many rows on an expert's weights are widened once
 constexpr int64_t WIDENED_ROWS = 16;  // at a time
-constexpr int64_t SUM_COLUMNS = 256;  // of a unit of a sum over experts
 
 INLINE int64_t up_rounded(int64_t n, int64_t step) { return (n + step - 1) / step; }
 
@@ -63,23 +62,53 @@ void multiply_plain(const T* matrix, const Product& p, uint8_t* scratch) {
     }
 }
 
+// Input rows from entry `start` on, and places of results. Rows of x are taken as they are, or, if
+// it is null, converted from float32 numbers that are bfloat16 too, to `memory`.
+INLINE void take_inputs(
+    const Product& p, int64_t start, int64_t tokens, const BFloat16* x_rows, BFloat16* memory,
+    const BFloat16** x, float** out) {
+    const int64_t K = p.inputs, step = up_rounded(K, PAIRED) * PAIRED;
+    for (int64_t t = 0; t < tokens; t++) {
+        x[t] = x_rows ? x_rows + p.rows.x_index[start + t] * K : memory + t * step;
+        if (!x_rows) narrow(p.rows.input(start + t), K, memory + t * step);
+        out[t] = p.rows.result(start + t) + p.first;
+    }
+}
+
 // Multiply pairs of bfloat16. Inputs are rows of x, or, if it is null, float32 numbers that are
 // bfloat16 too.
 INLINE void multiply_bfloat16(
     const BFloat16* matrix, const Product& p, const BFloat16* x_rows, uint8_t* scratch,
     const void* next) {
-    const int64_t K = p.inputs, step = up_rounded(K, PAIRED) * PAIRED;
-    BFloat16* memory = (BFloat16*)aligned(scratch);
+    const int64_t K = p.inputs;
     for (int64_t j = p.entries.start; j < p.entries.stop; j += PAIR_INPUTS) {
         const BFloat16* x[PAIR_INPUTS];
         float* out[PAIR_INPUTS];
         const int64_t tokens = least(PAIR_INPUTS, p.entries.stop - j);
-        for (int64_t t = 0; t < tokens; t++) {
-            x[t] = x_rows ? x_rows + p.rows.x_index[j + t] * K : memory + t * step;
-            if (!x_rows) narrow(p.rows.input(j + t), K, memory + t * step);
-            out[t] = p.rows.result(j + t) + p.first;
-        }
+        take_inputs(p, j, tokens, x_rows, (BFloat16*)aligned(scratch), x, out);
         multiply_pairs({matrix + p.first * K, K, p.count, p.block, p.carry, tokens, x, out, next});
+    }
+}
+
+// The same for an encoded matrix whose weights are rounded to bfloat16.
+INLINE void multiply_rounded(const Matrix& matrix, const Product& p, uint8_t* scratch) {
+    constexpr int64_t most = PAIR_INPUTS / 2;  // so that weights have room beside them
+    const int64_t K = p.inputs;
+    BFloat16* memory = (BFloat16*)aligned(scratch);
+    uint8_t* place = scratch + 2 * most * up_rounded(K, PAIRED) * PAIRED + 64;
+    for (int64_t j = p.entries.start; j < p.entries.stop; j += most) {
+        const BFloat16* x[most];
+        float* out[most];
+        const int64_t tokens = least(most, p.entries.stop - j);
+        take_inputs(p, j, tokens, nullptr, memory, x, out);
+        for (int64_t n = 0; n < p.count; n += PAIR_ROWS) {
+            const int64_t rows = least(PAIR_ROWS, p.count - n);
+            const float* wide = expanded_rows(matrix, K, p.first + n, rows, place);
+            BFloat16* w = (BFloat16*)wide;
+            narrow(wide, rows * K, w);
+            multiply_pairs({w, K, rows, p.block, p.carry, tokens, x, out, w});
+            for (int64_t t = 0; t < tokens; t++) out[t] += rows;
+        }
     }
 }
 
@@ -183,7 +212,7 @@ struct Group {
           up_total(c.up ? c.count * ups : 0), total(up_total + (c.down ? c.count * downs : 0)),
           x((const float*)c.x), packed(c.packed),
           scratch(c.scratch + claim(c.threads) * c.scratch_bytes) {
-        if (!c.narrow || !c.up || up_pairs()) return;
+        if (!c.narrow || !c.up || (takes_rows(layer.up) && takes_rows(layer.second))) return;
         // One token: each thread widens, and packs, a copy of its own.
         Input own = input_row((const T*)c.x, layer.hidden, up_planes(), (float*)scratch);
         x = own.plain;
@@ -198,12 +227,14 @@ struct Group {
 
     // Are products sums of pairs of bfloat16 numbers, in the up and down projection? Activations
     // are such numbers unless the module's own activation has computed them in float32.
-    bool has_pairs(const ExpertMatrix& matrix) const {
-        return std::is_same_v<T, BFloat16> && !matrix.format && !layer.transposed;
+    bool has_pairs(bool up, const ExpertMatrix& matrix) const {
+        if (!std::is_same_v<T, BFloat16> || layer.transposed) return false;
+        if (matrix.format && !matrix.format->bfloat16) return false;
+        return up ? call.pairs : layer.activation.code != RAW || layer.rounds;
     }
-    bool up_pairs() const { return call.narrow && has_pairs(layer.up); }
-    bool down_pairs() const {
-        return has_pairs(layer.down) && (layer.activation.code != RAW || layer.rounds);
+    // Is x multiplied where it lies?
+    bool takes_rows(const ExpertMatrix& matrix) const {
+        return call.narrow && !matrix.format && has_pairs(true, matrix);
     }
 
     int64_t projections() const { return layer.width > layer.inner ? 2 : 1; }
@@ -256,17 +287,21 @@ struct Group {
         for (int64_t range = 0; range < unit.ranges; range++, product.first += layer.inner) {
             const ExpertMatrix& matrix = !unit.up ? layer.down : range ? layer.second : layer.up;
             const bool last = range == unit.ranges - 1;
-            if (matrix.format) {
+            const bool pairs = has_pairs(unit.up, matrix);
+            if (matrix.format && pairs) {
+                multiply_rounded({matrix.format, matrix.layout, base}, product, scratch);
+            } else if (matrix.format) {
                 const uint8_t* next =
                     last ? next_codes(next_unit)
                          : row_codes(*layer.second.layout, base, unit.first + layer.inner);
                 multiply_encoded({matrix.format, matrix.layout, base}, product,
                                  unit.up ? packed : call.act, scratch, call.sequential_rows, next);
-            } else if (unit.up ? up_pairs() : down_pairs()) {
+            } else if (pairs) {
                 const BFloat16* weights = (const BFloat16*)(base + matrix.offset);
                 const void* next = last ? (const void*)next_codes(next_unit)
                                         : weights + (unit.first + layer.inner) * layer.hidden;
-                const BFloat16* x_rows = unit.up ? (const BFloat16*)call.x : nullptr;
+                const bool rows = unit.up && takes_rows(matrix);
+                const BFloat16* x_rows = rows ? (const BFloat16*)call.x : nullptr;
                 multiply_bfloat16(weights, product, x_rows, scratch, next);
             } else if (layer.transposed) {
                 multiply_transposed((const T*)(base + matrix.offset), product, scratch);
@@ -308,59 +343,6 @@ void group(GroupCall& call) {
     }
 }
 
-// Add n expert outputs times a gate weight to sums.
-template <class T>
-INLINE void add_weighted(
-    const SumCall& call, float* sums, const float* y, float weight, int64_t n) {
-    auto add = [&](auto formula) INLINE_LAMBDA {
-        over_row(n, [&](int64_t at, int64_t left) INLINE_LAMBDA {
-            put(sums, at, left, formula(get(sums, at, left), get(y, at, left) * weight));
-        });
-    };
-    if (call.round_product && call.round_sum)
-        add([](const Floats& sum, const Floats& product) INLINE_LAMBDA {
-            return rounded<T>(sum + rounded<T>(product));
-        });
-    else if (call.round_product)
-        add([](const Floats& sum, const Floats& product) INLINE_LAMBDA {
-            return sum + rounded<T>(product);
-        });
-    else
-        add([](const Floats& sum, const Floats& product) INLINE_LAMBDA { return sum + product; });
-}
-
-template <class T>
-void sum(SumCall& call) {
-    const Routing& routing = *call.routing;
-    const int64_t hidden = call.hidden;
-    for (int64_t start; (start = claim(call.cursor) * SUM_COLUMNS) < hidden;) {
-        const int64_t n = least(SUM_COLUMNS, hidden - start);
-        for (int64_t t = 0; t < call.tokens; t++)
-            std::memset(call.sums + t * hidden + start, 0, 4 * n);
-        for (int64_t i = 0; i < routing.count; i++) {
-            int64_t biases = routing.experts[i] * hidden + start;
-            const T* bias = call.bias ? (const T*)call.bias + biases : nullptr;
-            for (int64_t j = routing.starts[i]; j < routing.starts[i + 1]; j++) {
-                int64_t row = routing.rows[j];
-                float* y = call.outputs + row * hidden + start;
-                round_and_add_bias(y, bias, n, call.rounds);
-                float weight = call.narrow ? to_float(((const T*)call.weights)[row])
-                                           : ((const float*)call.weights)[row];
-                float* sums = call.sums + routing.tokens[j] * hidden + start;
-                add_weighted<T>(call, sums, y, weight, n);
-            }
-        }
-        for (int64_t t = 0; t < call.tokens; t++) {
-            int64_t place = t * hidden + start;
-            const float* sums = call.sums + place;
-            T* result = (T*)call.result + place;
-            over_row(n, [&](int64_t at, int64_t left) INLINE_LAMBDA {
-                put(result, at, left, get(sums, at, left));
-            });
-        }
-    }
-}
-
 }  // namespace
 
 // Bytes of a thread's scratch memory for a group of experts: rows of weights that are widened at a
@@ -369,7 +351,9 @@ void sum(SumCall& call) {
 EXPORT int64_t expert_scratch_bytes(int64_t hidden, int64_t inner) {
     int64_t rows = (WIDENED_ROWS + 3) * (hidden > inner ? hidden : inner);
     int64_t strip = BLOCK * STRIP * LANES;
-    static_assert(2 * PAIR_INPUTS <= 4 * WIDENED_ROWS);  // narrowed inputs take less
+    // Narrowed inputs take less, also half of them beside rows of weights that are rounded.
+    static_assert(2 * PAIR_INPUTS <= 4 * WIDENED_ROWS);
+    static_assert(PAIR_INPUTS + 4 * PAIR_ROWS + 17 <= 4 * WIDENED_ROWS + 12);
     return 4 * ((rows > strip ? rows : strip) + 1024 + 2 * up_rounded(hidden, LANES) * LANES);
 }
 
@@ -380,4 +364,3 @@ EXPORT void pack_rows(PackCall* p) {
 }
 
 KERNELS(compute_group, GroupCall, group)
-KERNELS(sum_experts, SumCall, sum)

@@ -55,6 +55,7 @@ SHARED(GroupCall,
     int64_t accumulate;       // is the result added to `out`?
     int64_t sequential_rows;  // up to so many float32 rows are multiplied with codes one by one
     int64_t narrow;           // is x of the model's type, not float32? One token, or bfloat16 rows
+    int64_t pairs;            // are x bfloat16 numbers, of a model of this type?
     const void* x;            // [tokens, hidden]
     const float* packed;      // the same, packed as integers; null if no format multiplies these
     float* mid;               // up projections [entries, width]

@@ -93,7 +93,8 @@ int64_t waited_so_far() {
     close(file);
     int64_t at = 0, waited = 0;  // the second number
     while (at < length && text[at] != ' ') at++;
-    while (++at < length && text[at] >= '0' && text[at] <= '9') waited = 10 * waited + text[at] - '0';
+    while (++at < length && text[at] >= '0' && text[at] <= '9')
+        waited = 10 * waited + text[at] - '0';
     return waited;
 }
 

@@ -160,16 +160,17 @@ void multiply(RowsCall* call) {
 // many planes of bytes, or of float32.
 template <class F, int PLANES = 0>
 constexpr Format format_of() {
-    if constexpr (PLANES == 0) return {0, multiply<F>, expand<F, float>, nullptr, nullptr};
+    if constexpr (PLANES == 0) return {0, multiply<F>, expand<F, float>, nullptr, nullptr, 0};
     else if constexpr (!ORDERED<F>)
-        return {PLANES, multiply_panels<F, PLANES>, expand<F, float>, nullptr, nullptr};
-    else return {PLANES, multiply_ordered<F, PLANES>, expand<F, float>, arrange<F>, restore<F>};
+        return {PLANES, multiply_panels<F, PLANES>, expand<F, float>, nullptr, nullptr, 0};
+    else return {PLANES, multiply_ordered<F, PLANES>, expand<F, float>, arrange<F>, restore<F>, 0};
 }
 
 // The code for an encoding whose weights are decoded, and rounded to type T.
 template <class F, class T>
 constexpr Format decoded_format() {
-    return {0, multiply_decoded<F, T>, expand<F, T>, nullptr, nullptr};
+    constexpr bool bfloat16 = std::is_same_v<T, BFloat16>;
+    return {0, multiply_decoded<F, T>, expand<F, T>, nullptr, nullptr, bfloat16};
 }
 
 #define FORMAT_OF(name, code) \

@@ -55,6 +55,7 @@ struct Format {
     void (*expand)(RowsCall*);
     void (*arrange)(OrderCall*);
     void (*restore)(OrderCall*);
+    int64_t bfloat16;  // are decoded weights rounded to bfloat16?
 };
 
 // The row of a tensor that several rows of codes share.

@@ -193,7 +193,8 @@ struct Q8_0 {
     template <class Block, class S>
     INLINE static void groups(const Block& block, int64_t at, S& sums) {
         Floats scale = block.halves(0);
-        sums.add(at / 32, shifted_bytes(block.sixteen(2), block.sixteen(18)), scale, scale * -128.0f);
+        Quads codes = shifted_bytes(block.sixteen(2), block.sixteen(18));
+        sums.add(at / 32, codes, scale, scale * -128.0f);
     }
 };
 

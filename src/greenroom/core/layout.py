@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeAlias
 
 FLOATS = ("float32", "bfloat16", "float16")  # dtypes of computation
 ITEMSIZE = {
@@ -261,6 +262,9 @@ class Extent:
         return all(copy.contiguous for copy in self.copies)
 
 
+Conversion: TypeAlias = Callable[[int, tuple[Copy, ...]], tuple[Copy, ...]]
+
+
 @dataclass(frozen=True)
 class Catalog:
     """The catalog of a checkpoint's experts: byte ranges in files, and layouts in memory.
@@ -305,3 +309,15 @@ class Catalog:
     def extents(self, expert_id: int) -> tuple[Extent, ...]:
         layer = self.layer_of(expert_id)
         return self.locate(layer, expert_id - self.offsets[layer])
+
+    def converted(self, layouts: Sequence[SlotLayout], convert: Conversion) -> Catalog:
+        """Return a catalog of the same experts in other layouts.
+
+        convert: a function of a layer and an extent's copies that returns the copies in their place
+        """
+
+        def locate(layer: int, expert: int) -> tuple[Extent, ...]:
+            extents = self.locate(layer, expert)
+            return tuple(replace(each, copies=convert(layer, each.copies)) for each in extents)
+
+        return replace(self, layouts=tuple(layouts), locate=locate)

@@ -75,8 +75,7 @@ class Greenroom:
     ) -> None:
         """Attach an expert cache that reads from `store`, or from the checkpoint's files."""
         module_guard.remove(model)  # an earlier cache's guard refuses to move modules to a device
-        setup = with_panels(setup)
-        self.setup, self._model = setup, weakref.ref(model)
+        self._model, self.setup = weakref.ref(model), (setup := with_panels(setup))
         self.original_generation_config: Any = None  # before `load` changed it
         self.kernel: Kernel = make_kernel(kernels_of(setup))
         modules = [model.get_submodule(name) for name in setup.catalog.layers]

@@ -1,8 +1,9 @@
 """The default expert kernel on a CPU: one compiled call per expert group.
 
-Memory bandwidth limits a call. Weights are read in place from the slots, converted to float32 in
-registers and multiplied. Values are rounded where transformers' eager experts round them. Encoded
-(quantised) weights are decoded in registers too, to the values of their format (matrix.py).
+Memory bandwidth limits a call. Weights are read in place from the slots and multiplied: bfloat16
+by pairs, other floats after conversion to float32 in registers. Values are rounded where
+transformers' eager experts round them. Encoded (quantised) weights are decoded in registers too, to
+the values of their format (matrix.py).
 
 An element of the result depends only on its token, the token's experts and their weights, not on
 the group, the slot, the batch or the number of threads. Encodings without integer products are an
@@ -54,7 +55,7 @@ class CpuStep(base.KernelStep):
 
     __slots__ = (
         *("addresses", "buffer", "input", "kernel", "left", "narrow", "out", "packed", "plan"),
-        *("result", "routing_call", "sums"),
+        *("pairs", "result", "routing_call", "sums"),
     )
     supports_segments = True
 
@@ -67,6 +68,7 @@ class CpuStep(base.KernelStep):
         self.left = len(routing.experts)  # without those that `compute_group` has computed
         # One token is not converted here: torch's conversion takes longer than the kernel's own.
         # Pairs of bfloat16 are multiplied without conversion.
+        self.pairs = x.dtype is layer.dtype is torch.bfloat16
         narrow = x.dtype is layer.dtype and (len(x) == 1 or self.plan.multiplies_pairs)
         self.narrow = narrow
         wide = (x if narrow else x.float()).contiguous()
@@ -245,6 +247,7 @@ class CpuStep(base.KernelStep):
         x, mid, act, out = self.addresses
         call = plan.group_type.from_buffer_copy(plan.group_template)
         call.routing, call.narrow = ctypes.addressof(self.routing_call), self.narrow
+        call.pairs = self.pairs
         call.up, call.down, call.accumulate = up, down, accumulate
         call.sequential_rows = self.kernel.sequential_rows
         call.x, call.mid, call.act, call.out = x, mid, act, out

@@ -114,6 +114,7 @@ class Format(ctypes.Structure):
         ("expand", ctypes.c_void_p),
         ("arrange", ctypes.c_void_p),
         ("restore", ctypes.c_void_p),
+        ("bfloat16", ctypes.c_int64),
     ]
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 
 import numpy as np
 
-from greenroom.core.layout import PLAIN, Catalog, Copy, Extent, SlotLayout, TensorSpec
+from greenroom.core.layout import PLAIN, Catalog, Copy, SlotLayout, TensorSpec
 from greenroom.runtime.kernels.matrix import PANEL, Format, format_symbol
 from greenroom.runtime.kernels.native.library import library
 
@@ -27,9 +28,11 @@ class Panels:
     def arrange(
         self, encoding: str, data: np.ndarray, first: int, panels: np.ndarray, row_bytes: int
     ) -> None:
-        """Write the bytes `data` of a matrix, from number `first` on, to their places in panels.
+        """Write some bytes of a matrix to their places in panels.
 
-        The bytes and `first` count in the order of rows. The call releases Python's lock.
+        data: the bytes from number `first` on, in the order of rows
+
+        The call releases Python's lock.
         """
         _move(encoding, 0, data, first, panels, row_bytes)
 
@@ -79,19 +82,13 @@ def in_panels(catalog: Catalog) -> Catalog:
         copies = [c for e in catalog.extents(first) for c in e.copies] if experts else []
         layouts.append(layout_in_panels(layout, copies))
     parts = [_matrices(layout) for layout in layouts]
-    arranged: dict[tuple[int, tuple[Copy, ...]], tuple[Copy, ...]] = {}
 
-    def locate(layer: int, expert: int) -> tuple[Extent, ...]:
-        extents = catalog.locate(layer, expert)
-        if not parts[layer]:
-            return extents
-        for extent in extents:
-            if (layer, extent.copies) not in arranged:
-                each = (_split(copy, parts[layer]) for copy in extent.copies)
-                arranged[layer, extent.copies] = tuple(chain.from_iterable(each))
-        return tuple(replace(e, copies=arranged[layer, e.copies]) for e in extents)
+    @cache
+    def convert(layer: int, copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
+        each = (_split(copy, parts[layer]) for copy in copies)
+        return tuple(chain.from_iterable(each)) if parts[layer] else copies
 
-    return replace(catalog, layouts=tuple(layouts), locate=locate)
+    return catalog.converted(layouts, convert)
 
 
 def layout_in_panels(layout: SlotLayout, copies: Sequence[Copy] = ()) -> SlotLayout:
@@ -106,8 +103,8 @@ def layout_in_panels(layout: SlotLayout, copies: Sequence[Copy] = ()) -> SlotLay
         codes = half.parts[0]
         panel_bytes = PANEL * (codes.nbytes // half.shape[0])
         ranges = [(0, codes.nbytes), *filter(None, (_part(copy, codes) for copy in copies))]
-        whole = not any(end % panel_bytes for part in ranges for end in part)
-        if whole and has_panels(half.encoding):
+        cuts = [end for part in ranges for end in part if end % panel_bytes]
+        if not cuts and has_panels(half.encoding):
             names[codes.name] = half.encoding
     tensors = [replace(spec, panels=names.get(spec.name, "")) for spec in layout.tensors]
     return replace(layout, tensors=tuple(tensors))

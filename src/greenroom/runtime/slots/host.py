@@ -24,7 +24,7 @@ _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZ
 
 
 class PanelOrder(Protocol):
-    """Protocol of what moves encoded matrices to the order of panels, in which kernels read them.
+    """Protocol of the order of panels, in which kernels read encoded matrices.
 
     `panels` are the bytes [rows * row_bytes] of a matrix in that order, `first` is a byte's number
     in the order of rows.

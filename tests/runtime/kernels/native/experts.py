@@ -120,6 +120,7 @@ class Step:
             out=self.out.data_ptr(), scratch=scratch.data_ptr(), scratch_bytes=size,
             count=len(experts), experts=lists[0].data_ptr(), slots=lists[1].data_ptr(),
             finished=finished.data_ptr(), narrow=self._narrow,
+            pairs=self._narrow and self.x.dtype is torch.bfloat16,
             **{"up": 1, "down": 1, "sequential_rows": 4} | fields,
         )  # fmt: skip
         enter(ctypes.addressof(call))

@@ -206,6 +206,7 @@ class Group:
             "x": kernel.place(x if narrow else x.float()),
             "packed": 0,
             "narrow": narrow,
+            "pairs": kernel.dtype is torch.bfloat16 and (narrow or tokens > 3),
             "scratch_bytes": need,
             "count": len(self.experts),
             "experts": kernel.place(lists[0]),

@@ -15,6 +15,7 @@ from greenroom.core.layout import (
     ITEMSIZE,
     PLAIN,
     Catalog,
+    Conversion,
     Copy,
     Extent,
     SlotLayout,
@@ -71,6 +72,13 @@ class PackCatalog(Catalog):
             ends = [segment.offset for segment in layout.segments] + [layout.nbytes]
             spans.append((_run(0, ends[cut]), _run(ends[cut], layout.nbytes - ends[cut])))
         return replace(self, spans=tuple(spans), cuts=tuple(cuts))
+
+    def converted(self, layouts: Sequence[SlotLayout], convert: Conversion) -> PackCatalog:
+        spans = tuple(
+            tuple((begin, n, convert(layer, copies)) for begin, n, copies in kinds)
+            for layer, kinds in enumerate(self.spans)
+        )
+        return replace(self, layouts=tuple(layouts), spans=spans)
 
     def _position_of(self, piece: int) -> tuple[PackLayer, int, Span]:
         """Return a piece's layer, its expert's index in that layer, and its span."""

@@ -96,9 +96,10 @@ class StoredMatrix:
         return raw.view(getattr(torch, spec.dtype)).view(spec.shape)
 
     def arrange(self) -> None:
-        """Move a matrix in memory to the order of panels, if kernels read its encoding in that.
+        """Move a matrix in memory to the order of panels.
 
-        Records of the matrix that were made before describe it wrongly from then on.
+        A matrix whose encoding has no panels stays as it is. Records of the matrix that were made
+        before describe it wrongly from then on.
         """
         codes, *companions = self.spec.parts
         if codes.panels or self._memory is None or not has_panels(self.spec.encoding):
