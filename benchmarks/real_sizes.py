@@ -2,6 +2,7 @@
 
     python benchmarks/real_sizes.py bench-data/qwen3-30b.gguf --memory 4GB 8GB 12GB
     python benchmarks/real_sizes.py FILE --memory 8GB --peer /path/to/llama-completion
+    python benchmarks/real_sizes.py FILE --memory 8GB --floor --prompt 512
 
 Each row is one cold run in a memory cgroup of --memory, page cache counted: `greenroom run` with
 this --memory answers a short prompt with --tokens tokens. shapes.py writes models for it.
@@ -17,6 +18,16 @@ this --memory answers a short prompt with --tokens tokens. shapes.py writes mode
     hits         of requested experts: in memory (an engine that maps its file has no count)
     process %    peak of the process and of the files that it maps, of --memory
     cgroup %     peak of the cgroup with all its page cache, of --memory
+
+--floor prints another table of Greenroom's runs. Each has a second cold run of one token, whose
+reads are those of the prompt.
+
+    missing MB   read for a token after the first, without prefetched experts that no token used
+    compute ms   TPOT less what tokens waited for reads
+    floor ms     compute + missing / disk: a token whose reads and computation do not overlap
+    % of floor   floor / TPOT
+    prompt GB    read for the prompt
+    TTFT, reads  TTFT as a multiple of prompt / disk
 
 --peer is llama.cpp's llama-completion, which generates the same tokens, or its llama-bench, which
 generates from random tokens: routing is then not that of the recording. The peer runs with its
@@ -57,6 +68,7 @@ READY = " in slots"  # of the line that describes a loaded model
 PEER_READY = "generate: n_ctx"
 COLUMNS = ("engine", "memory", "start s", "dense GB", "disk GB/s", "write GB/s", "over s", "TTFT s",
            "TPOT ms", "hits", "process %", "cgroup %")  # fmt: skip
+DOWN = r"down(_proj|_exps)\.weight$|down_proj$|w2"  # down projections of experts
 WRITE = """
 import mmap, sys, time
 import numpy as np
@@ -75,10 +87,26 @@ class Times:
     ttft_s: float
     tpot_s: float
     hits: float | None = None
+    read: int = 0  # bytes of experts
+    wasted: int = 0  # experts that were prefetched, and not used
+    stall_s: float = 0.0  # of tokens after the first
 
 
-def weights_of(model: Path) -> tuple[list[Path], int]:
-    """The files of a model, and the bytes of all its tensors but routed experts."""
+@dataclass(frozen=True)
+class Weights:
+    """The files of a model.
+
+    dense: bytes of all tensors but routed experts
+    expert: bytes of a routed expert, on average
+    """
+
+    files: list[Path]
+    dense: int
+    expert: float
+
+
+def weights_of(model: Path) -> Weights:
+    """Read the headers of a model's files."""
     if model.is_dir():
         files = sorted(model.glob("*.safetensors"))
         headers = [read_header(path, number) for number, path in enumerate(files)]
@@ -88,14 +116,18 @@ def weights_of(model: Path) -> tuple[list[Path], int]:
         files = list(paths)
     if not tensors:
         sys.exit(f"{model}: has no weights: give a GGUF file, or a folder of safetensors")
-    dense = (t.nbytes for name, t in tensors.items() if not re.search(r"\.experts\.|_exps\.", name))
-    return files, sum(dense)
+    routed = {name: t for name, t in tensors.items() if re.search(r"\.experts\.|_exps\.", name)}
+    dense = sum(t.nbytes for name, t in tensors.items() if name not in routed)
+    down = {name: t for name, t in routed.items() if re.search(DOWN, name)}
+    counts = (1 if re.search(r"\.experts\.\d", name) else t.shape[0] for name, t in down.items())
+    return Weights(files, dense, sum(t.nbytes for t in routed.values()) / max(1, sum(counts)))
 
 
-def greenroom(args: argparse.Namespace, memory: str) -> list[str]:
+def greenroom(args: argparse.Namespace, memory: str, tokens: int | None = None) -> list[str]:
     """The command of Greenroom's run."""
-    return [*greenroom_program(), "run", str(args.model), PROMPT, "--raw", "--json",
-            "--memory", str(parse_bytes(memory)), "--max-new-tokens", str(args.tokens),
+    prompt = " ".join((PROMPT.split() * args.prompt)[: args.prompt])
+    return [*greenroom_program(), "run", str(args.model), prompt, "--raw", "--json",
+            "--memory", str(parse_bytes(memory)), "--max-new-tokens", str(tokens or args.tokens),
             "--temperature", "0", "--threads", str(args.threads), *args.options]  # fmt: skip
 
 
@@ -103,7 +135,9 @@ def greenroom_times(out: str) -> Times:
     """Read the JSON of `greenroom run`."""
     result = json.loads(out)
     tpot = 1 / result["tokens_per_s"] if result["new_tokens"] > 1 else float("nan")
-    return Times(result["ttft_s"], tpot, result["hit_ratio"])
+    wasted = (result["prefetch"] or {}).get("wasted", 0)
+    stall_s = sum(result["stalls"].get(name, 0.0) for name in ("miss", "late"))
+    return Times(result["ttft_s"], tpot, result["hit_ratio"], result["bytes_read"], wasted, stall_s)
 
 
 def peer(args: argparse.Namespace, mapped: bool) -> list[str]:
@@ -160,7 +194,8 @@ def measure(
 
 def rows(args: argparse.Namespace) -> Iterator[list[str]]:
     """One row a run."""
-    files, dense = weights_of(args.model)
+    weights = weights_of(args.model)
+    files, dense = weights.files, weights.dense
     engines: list[tuple[str, bool]] = [("Greenroom", True)]
     if args.peer is not None:
         note(f"{args.peer}: {version(args.peer)}")
@@ -180,6 +215,46 @@ def rows(args: argparse.Namespace) -> Iterator[list[str]]:
                 memory,
                 *cells(args, ours, measured, out, err, peak, (dense, disk, write)),
             ]
+
+
+FLOOR_COLUMNS = ("memory", "write GB/s", "prompt GB", "disk GB/s", "TTFT s", "TTFT, reads", "missing MB",
+                 "compute ms", "floor ms", "TPOT ms", "% of floor")  # fmt: skip
+
+
+def floor_rows(args: argparse.Namespace) -> Iterator[list[str]]:
+    """One row for each memory: times beside those of reads and computation that do not overlap."""
+    weights = weights_of(args.model)
+    files = weights.files
+
+    def run(memory: str, tokens: int) -> Times:
+        command = greenroom(args, memory, tokens)
+        measured, out, err, _ = measure(command, memory, files, READY, args.timeout)
+        if measured.returncode:
+            sys.exit(f"{memory}: {err.strip().splitlines()[-1:]}")
+        return greenroom_times(out)
+
+    for memory in args.memory:
+        disk = disk_bandwidth(files, 4 << 20, 2, reads_directly(files[0]), args.disk_bytes)
+        write = first_write(parse_bytes(memory))
+        first, whole = run(memory, 1), run(memory, args.tokens)
+        after = args.tokens - 1
+        read = whole.read - first.read - (whole.wasted - first.wasted) * weights.expert
+        waited = (whole.stall_s - first.stall_s) / after
+        compute = whole.tpot_s - waited
+        floor = compute + read / after / disk
+        yield [
+            memory,
+            f"{write / 1e9:.2f}",
+            f"{first.read / 1e9:.2f}",
+            f"{disk / 1e9:.2f}",
+            f"{first.ttft_s:.2f}",
+            f"{first.ttft_s * disk / first.read:.2f}",
+            f"{read / after / 1e6:.0f}",
+            f"{1e3 * compute:.1f}",
+            f"{1e3 * floor:.1f}",
+            f"{1e3 * whole.tpot_s:.1f}",
+            f"{floor / whole.tpot_s:.0%}",
+        ]
 
 
 def cells(
@@ -215,6 +290,10 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="a GGUF file, or a folder of safetensors")
     parser.add_argument("--memory", nargs="+", required=True, metavar="SIZE", help="such as 8GB")
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument(
+        "--prompt", type=int, default=len(PROMPT.split()), metavar="N", help="words of the prompt"
+    )
+    parser.add_argument("--floor", action="store_true", help="print the table of floors")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peer", type=Path, metavar="PATH", help="a program of llama.cpp")
     parser.add_argument("--peer-tokens", type=int, metavar="N", help="(default: --tokens)")
@@ -230,7 +309,11 @@ def main() -> int:
     args = parser.parse_args()  # fmt: skip
     try:
         print(f"commit {commit()}; {machine()}\n\n{args.model}, {args.tokens} tokens\n", flush=True)
-        print(table(COLUMNS, list(rows(args))))
+        print(
+            table(FLOOR_COLUMNS, list(floor_rows(args)))
+            if args.floor
+            else table(COLUMNS, list(rows(args)))
+        )
     except (CgroupError, GreenroomError) as error:
         print(error, file=sys.stderr)
         return 2
