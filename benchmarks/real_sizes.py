@@ -217,8 +217,8 @@ def rows(args: argparse.Namespace) -> Iterator[list[str]]:
             ]
 
 
-FLOOR_COLUMNS = ("memory", "write GB/s", "prompt GB", "disk GB/s", "TTFT s", "TTFT, reads", "missing MB",
-                 "compute ms", "floor ms", "TPOT ms", "% of floor")  # fmt: skip
+FLOOR_COLUMNS = ("memory", "write GB/s", "prompt GB", "disk GB/s", "TTFT s", "TTFT, reads",
+                 "missing MB", "compute ms", "floor ms", "TPOT ms", "% of floor")  # fmt: skip
 
 
 def floor_rows(args: argparse.Namespace) -> Iterator[list[str]]:

@@ -229,6 +229,7 @@ def linear_cases(sizes: Sizes) -> Iterator[Case]:
             )
             matrix = StoredMatrix(layout, DTYPE)
             matrix.allocate()[0].copy_(codes)
+            matrix.arrange()
         record, stride = MatrixRecord(matrix), 0
         for tokens in (1, 16):
             x = torch.randn(tokens, columns).to(DTYPE)
