@@ -66,12 +66,15 @@ def test_a_memory_error_ends_only_its_request(served: Any, monkeypatch: Any) -> 
 
 def test_a_broken_engine_ends_all_requests_with_an_error(served: Any, monkeypatch: Any) -> None:
     s = served(max_batch=1)
+    both_asked = threading.Event()
 
     def bug(shares: object) -> None:
+        both_asked.wait(PATIENCE)
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(s.engine.passes, "run", bug)
     recorders = [s.ask(draw(4, seed), 5) for seed in range(2)]
+    both_asked.set()
     for each in recorders:
         finished = each.end()
         assert finished.reason == "error"
