@@ -84,3 +84,15 @@ def test_a_float32_model_computes_from_panels_by_eager_kernels(path: Path) -> No
     whole = outputs(path, cache="30%", dtype="float32", kernels="eager")[0]
     got, found = outputs(path, cache="30%", dtype="float32")
     assert torch.equal(got, whole), found
+
+
+def test_the_down_projections_of_gpt_oss_are_arranged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gate and up projections alternate row by row, so they stay in rows."""
+    path = write(tmp_path / "tiny.gguf", "gpt_oss", {"ffn_down_exps": "Q8_0", "": "Q4_0"})
+    logits, found = outputs(path, cache="40%")
+    assert "q8_0" in found
+    monkeypatch.setattr(attach, "with_panels", lambda setup: setup)
+    monkeypatch.setattr(accelerate, "KERNELS", ())
+    assert torch.equal(outputs(path, cache="40%")[0], logits)

@@ -153,3 +153,17 @@ def test_slots_of_any_chunks_have_panels_and_give_rows() -> None:
         assert (memory == (arranged(stored, spec.panels) if spec.panels else stored)).all()
         if spec.panels:
             assert slots.tensor(1, spec).numpy().tobytes() == stored.tobytes()
+
+
+def test_rows_that_alternate_stay_in_rows_and_others_are_arranged() -> None:
+    """Gate and up are interleaved row by row, as gpt-oss has them."""
+    layout = layout_of()
+    rows, down = (32, 18), layout["down_proj"]
+    gate, up = (
+        Copy(32 * 18 * n, 18 * n, rows, (18, 1), (36, 1), "uint8", "uint8") for n in range(2)
+    )
+    last = run_of(64 * 18, down.offset, down.nbytes)
+    catalog = in_panels(catalog_of(layout, gate, up, last))
+    assert [spec.panels for spec in catalog.layouts[0].tensors] == ["", "", "q6_k"]
+    assert [copy.panels for copy in catalog.extents(0)[0].copies] == ["", "", "q6_k"]
+    assert catalog.extents(0)[0].copies[:2] == (gate, up)

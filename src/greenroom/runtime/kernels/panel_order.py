@@ -96,15 +96,19 @@ def layout_in_panels(layout: SlotLayout, copies: Sequence[Copy] = ()) -> SlotLay
 
     copies: those that write an expert; each must have whole panels of a matrix
     """
-    if layout.segments or not all(copy.contiguous for copy in copies):
+    if layout.segments:
         return layout
     names = dict[str, str]()
     for half in chain.from_iterable(layout.weight(name).halves for name in layout.encodings):
         codes = half.parts[0]
         panel_bytes = PANEL * (codes.nbytes // half.shape[0])
-        ranges = [(0, codes.nbytes), *filter(None, (_part(copy, codes) for copy in copies))]
+        contiguous = [copy for copy in copies if copy.contiguous]
+        ranges = [(0, codes.nbytes), *filter(None, (_part(copy, codes) for copy in contiguous))]
         cuts = [end for part in ranges for end in part if end % panel_bytes]
-        if not cuts and has_panels(half.encoding):
+        moved = [
+            c for c in copies if not c.contiguous and 0 <= c.target - codes.offset < codes.nbytes
+        ]
+        if not cuts and not moved and has_panels(half.encoding):
             names[codes.name] = half.encoding
     tensors = [replace(spec, panels=names.get(spec.name, "")) for spec in layout.tensors]
     return replace(layout, tensors=tuple(tensors))
@@ -122,7 +126,9 @@ def _part(copy: Copy, spec: TensorSpec) -> tuple[int, int] | None:
 
 
 def _split(copy: Copy, matrices: Sequence[TensorSpec]) -> list[Copy]:
-    """Divide a contiguous copy into copies of matrices in panels, and of what lies between."""
+    """Divide a copy into copies of matrices in panels, and of what lies between."""
+    if not copy.contiguous:
+        return [copy]
     parts, at, end = [], copy.target, copy.target + copy.nbytes
     for spec in sorted(matrices, key=lambda spec: spec.offset):
         if part := _part(copy, spec):
