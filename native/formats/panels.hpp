@@ -7,13 +7,15 @@
 // A format that multiplies integers is a class with
 //     span                      inputs that `groups` takes
 //     largest                   code
-//     groups(rows, at, sums)    calls sums.add for each 32 inputs of a span, or sums.add_halves
+//     groups(place, at, sums)   calls sums.add for each 32 inputs of a span, or sums.add_halves
 //                               if 16 inputs share a scale
-// It reads its blocks from the order of panels (panel.hpp), and has
-//     head                      bytes of a block's head
-//     groups(block, at, sums)   where `rows` is a PanelBlock of `span` inputs; or it reads rows as
-// they are, from a Panel, and has
-//     span_bytes                bytes of a row's codes that `groups` takes
+//
+// `place` depends on how the format's matrices lie:
+//
+//     in the order of panels (panel.hpp)   a PanelBlock. The class has `head`, the bytes of a
+//                                          block's head, and a span is a block
+//     in rows                              a Panel. The class has `span_bytes`, the bytes of a
+//                                          row's codes that `groups` takes
 #pragma once
 
 #include "inputs.hpp"

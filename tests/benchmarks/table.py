@@ -73,6 +73,10 @@ ROWS = (
         " --peer {llama_completion}",
         ("engine", "memory", "start s", "TTFT s", "TPOT ms", "hits", "process %", "cgroup %"),
         limited=True),
+    Row("real_sizes.py", "{shape} --memory 2GB --tokens 4 --threads 1 --disk-bytes 8000000 --floor"
+        " --prompt 12",
+        ("memory", "prompt GB", "TTFT, reads", "missing MB", "floor ms", "% of floor"),
+        limited=True),
     Row("memlimit.py", "64MiB {recording} -- cat {text}", ("wall_s", "cpu_s", "disk_bytes"),
         kind="json", limited=True),
     Row("memory.py", "demo --tokens 4", ("start", "close", "cgroup", "apart"), limited=True),

@@ -24,7 +24,6 @@ from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver.copier import Store
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.kernels import panel_order
-from greenroom.runtime.kernels.panel_order import Panels
 from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.slots.nested_planes import PlaneJoiner
 from greenroom.runtime.slots.tier import MultiPoolTier, Sizes, SlotPool, Tier
@@ -178,7 +177,7 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
         nestings = catalog.nested_layouts if isinstance(catalog, CopiesCatalog) else ()
         joins = PlaneJoiner(nestings) if nestings and split is None else None
         slot_pools = [
-            kind(*each, plane_joiner=None if n else joins, panel_order=Panels())
+            kind(*each, plane_joiner=None if n else joins, panel_order=panel_order.Panels())
             for n, each in enumerate(zip(counts, strides, most, strict=True))
         ]
     return (
