@@ -90,7 +90,7 @@ class Calls:
         self.layers = self.steps = 0
         layer, chain, several = (
             FusedDecoderLayer.__call__,
-            FusedLayers.__call__,
+            FusedLayers.compute,
             Driver.resident_steps,
         )
 
@@ -101,7 +101,7 @@ class Calls:
 
         def chained(*args: Any) -> Any:
             out = chain(*args)
-            self.layers += out is not None
+            self.layers += 0 if out is None else len(out)
             return out
 
         def asked(driver: Driver, *args: Any) -> int | None:
@@ -110,7 +110,7 @@ class Calls:
             return done
 
         monkeypatch.setattr(FusedDecoderLayer, "__call__", counted)
-        monkeypatch.setattr(FusedLayers, "__call__", chained)
+        monkeypatch.setattr(FusedLayers, "compute", chained)
         monkeypatch.setattr(Driver, "resident_steps", asked)
 
 

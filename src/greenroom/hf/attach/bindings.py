@@ -36,6 +36,7 @@ from greenroom.runtime.kernels.cpu_layer import layer_plan
 from greenroom.runtime.kernels.dense.accelerate import Accelerated, accelerate
 from greenroom.runtime.kernels.dense.stored import restore_weights
 from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.resident.decode_pass import DecodePass
 from greenroom.runtime.kernels.resident.fused_layers import fuse_layers
 from greenroom.runtime.kernels.segments import SegmentedExperts, SegmentedKernel
 from greenroom.runtime.kernels.table import GPU_KERNEL, describe_kernel
@@ -109,7 +110,11 @@ class Bindings:
             )
             setattr(module, BINDING, binding)
         if self.accelerated is not None:
-            fuse_layers(model, self.accelerated.layers, fuse_experts, remove_token)
+            layers = self.accelerated.layers
+            for fused in fuse_layers(model, layers, fuse_experts, remove_token):
+                for module in list(model.modules()):
+                    if (decode_pass := DecodePass.of(module, fused)) is not None:
+                        self.accelerated.add_pass(module, decode_pass.forward)
         self.kernel_description = describe_kernel(
             self.kernel, self.experts, self._setup.kernel_fallback
         )

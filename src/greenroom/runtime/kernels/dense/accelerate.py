@@ -68,13 +68,18 @@ class Accelerated:
     def __init__(self, model: nn.Module) -> None:
         self.counts: dict[str, int] = {}
         self.layers: dict[nn.Module, FusedDecoderLayer] = {}
-        self._model, self._modules = model, list[nn.Module]()
+        self._model, self._modules, self._passes = model, list[nn.Module](), list[nn.Module]()
 
     def add(self, kind: str, module: nn.Module, forward: Forward) -> None:
         """Give a module a compiled forward, and count the module under its kind."""
         module.forward = forward  # shadows the class's
         self._modules.append(module)
         self.counts[kind] = self.counts.get(kind, 0) + 1
+
+    def add_pass(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+        """Give a model a forward that calls compiled code of its submodules."""
+        model.forward = forward
+        self._passes.append(model)
 
     @property
     def compiled(self) -> set[nn.Module]:
@@ -83,9 +88,10 @@ class Accelerated:
 
     def detach(self) -> None:
         """Remove all compiled forwards from a model; a second call does nothing."""
-        for module in self._modules:
+        for module in (*self._modules, *self._passes):
             module.__dict__.pop("forward", None)
         self._modules.clear()
+        self._passes.clear()
         self.counts.clear()
         restore_weights(self._model)
 

@@ -181,6 +181,11 @@ class FusedDecoderLayer:
         self.forward = self._layer.forward = forward
 
     @property
+    def module(self) -> nn.Module:
+        """Return the decoder layer's module."""
+        return self._layer
+
+    @property
     def check(self) -> ModuleCheck:
         """Return a check that a decoder layer's submodules, forward and hooks are unchanged."""
         assert self.router is not None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def fuse_layers(
     layers: Mapping[nn.Module, FusedDecoderLayer],
     make_experts: Callable[[Sequence[ExpertsKey]], FusedExperts | None],
     remove_token: RemoveToken,
-) -> None:
+) -> list[FusedLayers]:
     """Fuse consecutive decoder layers of one kind in each module list of a model.
 
     layers: the model's fused decoder layers, by module
@@ -49,6 +49,7 @@ def fuse_layers(
     def kind(layer: nn.Module) -> Any:
         return layers[layer].kind if layer in layers else None
 
+    fused = []
     for each in [part for part in model.modules() if isinstance(part, nn.ModuleList)]:
         for alike, run in groupby(each, kind):
             decoder_layers = [layers[layer] for layer in run] if alike is not None else []
@@ -59,7 +60,8 @@ def fuse_layers(
                     if (key := decoder_layer.experts_key()) is not None
                 ]
                 if (experts := make_experts(keys)) is not None:
-                    FusedLayers(decoder_layers, experts, remove_token)
+                    fused.append(FusedLayers(decoder_layers, experts, remove_token))
+    return fused
 
 
 class _Pass(threading.local):
@@ -69,6 +71,16 @@ class _Pass(threading.local):
         self.before: tuple[int, Tensor, Tensor, dict[str, Any]] | None = None
         self.outputs_ahead: tuple[dict[str, Any], Sequence[Tensor]] | None = None
         self.plan: LaunchPlan | None = None
+        self.is_watched = False
+        self.last_token: LastToken | None = None
+
+
+class LastToken(NamedTuple):
+    """Inputs of the first layer for a token, and the output of the last one."""
+
+    x: Tensor
+    kwargs: dict[str, Any]
+    output: Tensor
 
 
 class FusedLayers:
@@ -106,6 +118,28 @@ class FusedLayers:
 
         return forward
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Return the modules of the fused layers."""
+        return tuple(each.module for each in self._decoder_layers)
+
+    @property
+    def is_ready(self) -> bool:
+        """Tell whether the order of layers is known, and every expert has a slot."""
+        return self._in_order is True and self._experts.all_have_slots
+
+    def watch(self, run: Callable[[], Any]) -> tuple[Any, LastToken | None]:
+        """Run a function; return its result, and the token that it computed in all layers.
+
+        The token is None if not all layers were computed in regions.
+        """
+        state = self._pass
+        state.is_watched, state.last_token = True, None
+        try:
+            return run(), state.last_token
+        finally:
+            state.is_watched, state.last_token = False, None  # a token keeps its KV cache alive
+
     def __call__(self, number: int, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """Return the output of decoder layer `number` for one token x [1, 1, hidden].
 
@@ -136,17 +170,32 @@ class FusedLayers:
         if self._in_order is None:
             state.before = -1, x, x, kwargs  # observe this pass
             return None
+        outputs = self.compute(x, kwargs)
+        if outputs is None:
+            return None
+        each = outputs.unbind()
+        if state.is_watched and len(each) == len(self._decoder_layers):
+            state.last_token = LastToken(x, kwargs, each[-1])
+        if len(each) > 1:
+            state.outputs_ahead = kwargs, each
+        return each[0]
+
+    def compute(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+        """Compute as many layers as possible for one token x [1, 1, hidden].
+
+        kwargs: the other arguments of a layer
+
+        Returns the outputs of the computed layers [layers, 1, 1, hidden]; None if there are none.
+        """
         if not self._is_unchanged() or not self._decoder_layers[0].accepts(x, kwargs):
             return None
-        token = _Token(self._decoder_layers, self._experts, state, x, kwargs)
+        token = _Token(self._decoder_layers, self._experts, self._pass, x, kwargs)
         try:
             while token.next < len(self._decoder_layers) and token.advance():
                 pass
         finally:
             self._forget(kwargs, token.next, len(token.views))
-        if token.next > 1:
-            state.outputs_ahead = kwargs, token.outputs[: token.next]
-        return token.outputs[0] if token.next else None
+        return token.outputs[: token.next] if token.next else None
 
     def _observe(self, number: int, original: Forward, x: Tensor, kwargs: dict[str, Any]) -> Any:
         """Compute layer `number` by itself; check that its x is the last layer's output."""
@@ -208,8 +257,7 @@ class _Token:
         self._x, self._kwargs = x, kwargs
         self.next, self.views = 0, list[KeyValueView]()
         self._used: LaunchPlan | None = None
-        self._all = torch.empty(len(decoder_layers), *x.shape, dtype=x.dtype)
-        self.outputs = self._all.unbind()
+        self.outputs = torch.empty(len(decoder_layers), *x.shape, dtype=x.dtype)
 
     def advance(self) -> bool:
         """Compute the next decoder layers in one region, and one more layer in Python.
@@ -236,7 +284,7 @@ class _Token:
             return []
         plan = self._plan()  # again after Python has run, which may have moved memory
         if plan is not self._used:
-            plan.set_token(self._x, self._positions, self.views, self._all)
+            plan.set_token(self._x, self._positions, self.views, self.outputs)
             self._used = plan
         return plan.run(self.next, tables)
 
