@@ -79,6 +79,15 @@ def _q5_0(random: np.random.Generator, n: int, std: float) -> Bytes:
     return np.hstack([_half(_signs(random, n) * std / 9.25), _bytes(random, n, 20)])
 
 
+def _q4_0(random: np.random.Generator, n: int, std: float) -> Bytes:
+    return np.hstack([_half(_signs(random, n) * std / 4.637), _bytes(random, n, 16)])
+
+
+def _iq4_xs(random: np.random.Generator, n: int, std: float) -> Bytes:
+    """Scales of sub-blocks are from -32 to 31 (rms 18.48); the codebook's rms is 67.44."""
+    return np.hstack([_half(np.full(n, std / (18.48 * 67.44))), _bytes(random, n, 134)])
+
+
 def _q4_k(random: np.random.Generator, n: int, std: float) -> Bytes:
     """The minimum of a sub-block is 7.5 times its scale, so its values are symmetric."""
     scale = random.integers(32, 64, (n, 8)).astype(np.uint8)  # mean of squares: 47.9 ** 2
@@ -157,9 +166,11 @@ KINDS = {
         Kind("F32", 1, 4, _f32, _one_f32),
         Kind("BF16", 1, 2, _bf16, _one_bf16),
         Kind("Q8_0", 32, 34, _q8_0, _one_q8_0),
+        Kind("Q4_0", 32, 18, _q4_0),
         Kind("Q5_0", 32, 22, _q5_0),
         Kind("Q4_K", 256, 144, _q4_k, _one_q4_k),
         Kind("Q6_K", 256, 210, _q6_k, _one_q6_k),
+        Kind("IQ4_XS", 256, 136, _iq4_xs),
         Kind("MXFP4", 32, 17, _mxfp4),
         # the codes and the scales of safetensors' MXFP4, each a tensor of its own
         Kind("FP4 codes", 32, 16, lambda random, n, std: _bytes(random, n, 16)),

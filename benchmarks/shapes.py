@@ -2,6 +2,7 @@
 
     python benchmarks/shapes.py qwen3-30b-a3b bench-data/qwen3-30b.gguf [--skew 0.7]
     python benchmarks/shapes.py gpt-oss-20b FILE --routing traces/gpt-oss-20b.npz
+    python benchmarks/shapes.py qwen3-30b-a3b FILE --layers 12 --type IQ4_XS
     python benchmarks/shapes.py mixtral-8x7b FOLDER --format safetensors --layers 2
     python benchmarks/shapes.py qwen3-30b-a3b FILE --tiny      # small matrices, all layers
 
@@ -39,7 +40,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,8 +58,10 @@ from greenroom.trace.synth import zipf
 CHANNELS = 1024  # steps of routing; where the hidden size is below 2048, half of it
 IDENTITY = 16.0  # a token's value in its channel; all other channels have standard deviation 1
 CHOSEN, OTHER = 4.0, -4.0  # router logits of experts that are chosen, and of others
-FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # where rows are no multiple of 256 (llama-quantize's)
-FILE_TYPES = {"Q4_K": 14, "MXFP4": 38}  # ggml's numbers: MOSTLY_Q4_K_S, MOSTLY_MXFP4_MOE
+# Where rows are no multiple of 256, as llama-quantize has them.
+FALLBACK = {"Q4_K": "Q5_0", "IQ4_XS": "Q5_0", "Q6_K": "Q8_0"}
+# ggml's numbers: MOSTLY_Q4_K_S, MOSTLY_MXFP4_MOE, ...
+FILE_TYPES = {"Q4_K": 14, "Q4_0": 2, "Q8_0": 7, "IQ4_XS": 30, "MXFP4": 38, "BF16": 32}
 SHARD_BYTES = 4 << 30
 CHUNK = 8 << 20
 
@@ -118,10 +121,10 @@ class Model:
         kind = self.shape.recipe
         if kind == "MXFP4" and not entry.experts:
             kind = "Q8_0"
-        if entry.role == "head" and kind == "Q4_K":
+        if entry.role == "head" and kind in ("Q4_K", "Q4_0", "IQ4_XS"):
             kind = "Q6_K"
         wide = entry.shape[-1] % KINDS[kind].values
-        if entry.role == "embedding" and wide:
+        if entry.role == "embedding" and (wide or KINDS[kind].one is None):
             return "Q8_0"
         return FALLBACK[kind] if wide else kind
 
@@ -359,6 +362,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("shape", choices=list(SHAPES))
     made.add_argument("out", type=Path, help="the GGUF file, or the folder, to write")
     made.add_argument("--format", choices=("gguf", "safetensors"), default="gguf")
+    made.add_argument(
+        "--type", choices=FILE_TYPES, help="of most matrices of a GGUF file (default: the model's)"
+    )
     made.add_argument("--layers", type=int, metavar="N", help="the first N layers only")
     made.add_argument(
         "--skew",
@@ -387,6 +393,10 @@ def main() -> None:
         sys.exit(f"{args.out}: exists already: remove it, or give another name")
     shape = SHAPES[args.shape]
     shape = tiny(shape, args.vocabulary) if args.tiny else shape
+    if args.type is not None:
+        if args.format == "safetensors":
+            sys.exit("--type is of GGUF files: leave out --format safetensors")
+        shape = replace(shape, recipe=args.type)
     if args.layers is not None and not 1 <= args.layers <= shape.config["num_hidden_layers"]:
         sys.exit(f"--layers {args.layers}: this model has {shape.config['num_hidden_layers']}")
     config = shape.of_layers(args.layers)

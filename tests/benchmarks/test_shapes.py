@@ -27,6 +27,9 @@ SIZES_GB = {  # of the files that people download, in a type of the same size
 }  # fmt: skip
 
 
+FORMS = ("gguf", "safetensors")
+
+
 @pytest.fixture(scope="module")
 def shapes() -> ModuleType:
     sys.path.insert(0, str(harness.FOLDER))
@@ -39,7 +42,7 @@ def shapes() -> ModuleType:
 def test_blocks_have_the_chosen_deviation_and_single_values(shapes: ModuleType) -> None:
     gguf = pytest.importorskip("gguf")
     blocks = sys.modules["shape_blocks"]
-    for name in ("Q8_0", "Q5_0", "Q4_K", "Q6_K", "MXFP4"):
+    for name in ("Q8_0", "Q4_0", "Q5_0", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"):
         kind, ggml = blocks.KINDS[name], gguf.GGMLQuantizationType[name]
         values = gguf.dequantize(blocks.pool(name, 0.02), ggml)
         assert abs(values.mean()) < 2e-4
@@ -62,8 +65,13 @@ def test_a_full_file_has_the_size_of_the_published_one(name: str, shapes: Module
     assert total / 1e9 == pytest.approx(SIZES_GB[name], rel=0.04)
 
 
-@pytest.mark.parametrize("form", ["gguf", "safetensors"])
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *((name, form) for name in ("qwen3-30b-a3b", "gpt-oss-20b") for form in FORMS),
+        *(("qwen3-30b-a3b", kind) for kind in ("Q4_0", "Q8_0", "IQ4_XS", "MXFP4", "BF16")),
+    ],
+)
 def test_tokens_use_the_experts_of_the_recording(
     name: str, form: str, shapes: ModuleType, tmp_path: Path
 ) -> None:
@@ -71,9 +79,10 @@ def test_tokens_use_the_experts_of_the_recording(
     drawn = zipf(ZipfConfig(layers=3, experts=16, top_k=top_k, tokens=256, a=0.5))
     save(drawn, tmp_path / "drawn.trace")
     args = [name, str(tmp_path / "model"), "--tiny", "--layers", "3", "--vocabulary", "1024",
-            "--routing", str(tmp_path / "drawn.trace"), "--format", form]  # fmt: skip
+            "--routing", str(tmp_path / "drawn.trace")]  # fmt: skip
+    args += ["--format", form] if form in FORMS else ["--type", form]
     path = tmp_path / "model"
-    if form == "gguf":
+    if form != "safetensors":
         path = path.with_suffix(".gguf")
         args[1] = str(path)
     assert harness.run("shapes.py", args) == 0
