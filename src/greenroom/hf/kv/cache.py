@@ -115,11 +115,13 @@ class GrowingLayer(DynamicLayer):
         number of tokens. If the layer has several sequences, it is not changed, and the result is
         None.
         """
-        keys, values = self._buffers or self._tensors()
-        if keys.shape[0] != 1:
-            return None
-        self._add(1, keys, values)
-        assert self._buffers is not None
+        if self._buffers is None or self._count == self._most or not self._is_single:
+            keys, values = self._buffers or self._tensors()
+            if keys.shape[0] != 1:
+                return None
+            self._make(self.get_seq_length() + 1, (keys, values))
+            assert self._buffers is not None
+        self._count, self._views = self._count + 1, None
         return KeyValueView(*self._buffers, self._count)
 
     def _add(self, tokens: int, *like: Tensor) -> None:
@@ -137,7 +139,7 @@ class GrowingLayer(DynamicLayer):
             if have and old is not None:
                 new[:, :, :have] = old
         self._buffers, self._count, self._views = (keys, values), have, None
-        self._most = min(keys.shape[2], values.shape[2])
+        self._most, self._is_single = min(keys.shape[2], values.shape[2]), keys.shape[0] == 1
 
     def _fresh(self, like: Tensor, tokens: int) -> Tensor:
         """Return a new tensor of the same kind, with room for at least `tokens` tokens."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -70,7 +71,7 @@ class LaunchPlan:
         self._count, self._rotary = len(decoder_layers), positions[0].shape[-1]
         self._max_tokens = AHEAD + max(view.tokens for view in views)
         # Weak references: the plan must not keep a finished request's cache in memory.
-        self._views = [(ref(view.keys), ref(view.values)) for view in views]
+        self._tensors = [ref(each) for view in views for each in view[:2]]
         self._bytes = x.nbytes  # of an output
         self._bases: Ints = np.zeros(STEP + 1, np.int64)
         # Layers share the memory that is used from stage to stage.
@@ -196,11 +197,9 @@ class LaunchPlan:
 
     def fits(self, positions: Positions, views: Sequence[KeyValueView]) -> bool:
         """Check that the addresses in the stored kernel arguments are valid for a token."""
+        tensors = [each for view in views for each in view[:2]]
         return (
-            all(
-                keys() is view.keys and values() is view.values
-                for (keys, values), view in zip(self._views, views, strict=True)
-            )
+            all(map(is_, [find() for find in self._tensors], tensors))
             and max(view.tokens for view in views) <= self._max_tokens
             and positions[0].shape[-1] == self._rotary
             and self._scratch_addresses() == self._scratch
