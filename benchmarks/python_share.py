@@ -2,6 +2,7 @@
 
     python benchmarks/python_share.py bench-data/qwen3-30b.gguf --memory 8GiB
     python benchmarks/python_share.py MODEL --cache 25% --profile
+    python benchmarks/python_share.py MODEL --cache 100%      # everything resident
 
 Clocks around every kernel call (`KernelEntry`), and the driver's own clock of stalls. What is left
 of a decode pass is Python, with torch's operations between kernels and what other threads take by
@@ -38,7 +39,7 @@ import torch
 
 # isort: on
 from common import commit, machine, table
-from worker import Passes
+from worker import Passes, fill
 
 from greenroom.runtime.kernels.launch.openmp import KernelEntry
 
@@ -147,6 +148,8 @@ def main() -> None:
     amount = {"memory": args.memory} if args.memory else {"cache": args.cache or "25%"}
     model: Any = greenroom.load(args.model, context=1024, **amount)[0]
     print(f"commit {commit()}; {machine()}; {args.threads} threads\n")
+    if model.greenroom.driver.all_have_slots:
+        fill(Passes(model))
     model.greenroom.reset_stats()
     measured = measure(model, args.tokens)
     name = Path(args.model).name
