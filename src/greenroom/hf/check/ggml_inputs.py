@@ -110,9 +110,7 @@ class _GgmlKernel(EagerKernel):
     def __init__(self, inputs: GgmlInputs) -> None:
         self._inputs = inputs
 
-    def begin(
-        self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
-    ) -> _GgmlStep:
+    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> _GgmlStep:
         step = _GgmlStep(layer, x, routing, weights)
         step.inputs = self._inputs
         return step
