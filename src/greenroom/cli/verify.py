@@ -173,6 +173,8 @@ def _kernel_table(measured: KernelQuality) -> str:
             f"{PRODUCTS[name]} {each.kl_mean / ggml[1].kl_mean:.2g} times" for name, each in ours
         ]
         lines.append(f"mean KL divergence beside that of ggml's arithmetic: {', '.join(shares)}")
+    if measured.dtype != "float32":
+        lines.append(f"the kernels also round hidden states to {measured.dtype}, ggml does not")
     if "precise" not in measured.distances:
         lines.append("no inputs are rounded to 8 bits: --kernels precise gives the same bits")
     return "\n".join(lines)

@@ -41,6 +41,7 @@ Report = Callable[[str], None]
 class KernelQuality:
     """Distances of a GGUF model's kernels, and of ggml's arithmetic, from the exact model.
 
+    dtype:      data type of the hidden states in the compiled kernels; ggml's are float32
     tokens:     number of predicted tokens
     perplexity: that of the exact model
     distances:  distance of `native`, `precise` and `ggml`; without `precise` if no matrix of the
@@ -48,6 +49,7 @@ class KernelQuality:
     """
 
     model: str
+    dtype: str
     tokens: int
     perplexity: float
     distances: dict[str, LogitDistance]
@@ -102,5 +104,6 @@ def compare_kernels(
             say(f"computing the same tokens with --kernels {name}")
             with streamed_model(source, replace(load, kernels=name)) as model:
                 rows = compare_windows(model, windows, FEW, spool, spooled)
+                states = str(model.dtype).removeprefix("torch.")
             distances[name], _ = LogitDistance.of(rows)
-    return KernelQuality(source, len(rows), perplexity, {**distances, GGML: ggml})
+    return KernelQuality(source, states, len(rows), perplexity, {**distances, GGML: ggml})
