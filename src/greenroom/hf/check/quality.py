@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from greenroom.config import LoadConfig
 from greenroom.errors import ModelError, NotAModel, UsageError
 from greenroom.hf.check.passes import streamed_model
@@ -114,6 +116,13 @@ def quality(
         with streamed_model(source, replace(changed, config=configs[0])) as model:
             rows = compare_windows(model, windows, step, spool, spooled)
             approximated = model.greenroom.stats().approximated
+    return _result(source, original, rows, approximated)
+
+
+def _result(
+    source: str, original: str, rows: Tensor, approximated: dict[str, Any] | None
+) -> Quality:
+    """Make the quality result from the rows of `compare_windows`."""
     distance, perplexity = LogitDistance.of(rows)
     return Quality(
         model=source,

@@ -1,4 +1,4 @@
-"""Logits of a model on a text, window by window, and their distance from an original's logits.
+"""A model's logits on windows of a text, and their distance from an original's.
 
 The original's logits are written to a temporary file in the dtype of the model. Memory holds the
 logits of one window of the text, and the log-probabilities of a few tokens.
@@ -89,9 +89,9 @@ def check_room(windows: Sequence[Sequence[int]], original: ModelSkeleton) -> Non
 def spool_windows(
     model: PreTrainedModel, windows: Sequence[Sequence[int]], step: int, spool: BinaryIO
 ) -> list[Spooled]:
-    """Write a model's logits on all windows to a file, in forward passes of `step` tokens.
+    """Write a model's logits on all windows to a file.
 
-    Returns the shape and dtype of each window's logits. Raises OutputError if writing fails.
+    A forward pass has `step` tokens. Returns the shape and dtype of each window's logits. Raises OutputError if writing fails.
     """
     spooled = []
     for window in windows:

@@ -144,7 +144,7 @@ def has_format(name: str) -> bool:
 
 
 def has_precise_format(name: str) -> bool:
-    """Check that compiled kernels have a format with inputs of 8 bits, and one of 15 bits."""
+    """Check that a format's inputs have 8 bits by default, and 15 with `precise`."""
     return library().address(f"{format_symbol(name)}_precise") > 0
 
 
