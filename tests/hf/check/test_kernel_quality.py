@@ -38,6 +38,14 @@ def test_types_without_inputs_of_8_bits_have_no_precise_kernels(tmp_path: Path) 
     assert list(measured.distances) == ["native", "ggml"]
 
 
+def test_float32_models_round_no_inputs() -> None:
+    path = DATA / "Q4_K_M.gguf"
+    measured = compare_kernels(str(path), TEXT, cache="50%", tokens=60, dtype="float32")
+    assert measured.dtype == "float32"
+    assert list(measured.distances) == ["native", "ggml"]
+    assert measured.distances["native"].kl_mean < 1e-8 < measured.distances["ggml"].kl_mean
+
+
 def test_a_file_without_quantised_matrices_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "BF16"})
     with pytest.raises(UsageError) as error:

@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from greenroom.config import LoadConfig
 from greenroom.core.layout import PLAIN
 from greenroom.errors import UsageError
@@ -44,8 +46,8 @@ class KernelQuality:
     dtype:      data type of the hidden states in the compiled kernels; ggml's are float32
     tokens:     number of predicted tokens
     perplexity: that of the exact model
-    distances:  distance of `native`, `precise` and `ggml`; without `precise` if no matrix of the
-                model takes inputs of 8 bits by default
+    distances:  distance of `native`, `precise` and `ggml`; without `precise` if no matrix takes
+                inputs of 8 bits by default, as in a float32 model
     """
 
     model: str
@@ -87,8 +89,9 @@ def compare_kernels(
     slots_for(cache, exact.catalog)  # an error comes before the work begins
     windows = cut_windows((source,), (exact,), text, tokens)
     check_room(windows, exact)
+    states = ModelSkeleton.of(checkpoint, dtype).dtype
     kernels = ["native"]
-    if any(map(has_precise_format, encodings)):
+    if states is not torch.float32 and any(map(has_precise_format, encodings)):
         kernels.append("precise")
     load = LoadConfig(cache=cache, dtype=dtype, config=config, device="cpu")
     distances: dict[str, LogitDistance] = {}
@@ -104,6 +107,6 @@ def compare_kernels(
             say(f"computing the same tokens with --kernels {name}")
             with streamed_model(source, replace(load, kernels=name)) as model:
                 rows = compare_windows(model, windows, FEW, spool, spooled)
-                states = str(model.dtype).removeprefix("torch.")
             distances[name], _ = LogitDistance.of(rows)
-    return KernelQuality(source, states, len(rows), perplexity, {**distances, GGML: ggml})
+    name = str(states).removeprefix("torch.")
+    return KernelQuality(source, name, len(rows), perplexity, {**distances, GGML: ggml})

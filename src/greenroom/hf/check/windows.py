@@ -91,7 +91,8 @@ def spool_windows(
 ) -> list[Spooled]:
     """Write a model's logits on all windows to a file.
 
-    A forward pass has `step` tokens. Returns the shape and dtype of each window's logits. Raises OutputError if writing fails.
+    A forward pass has `step` tokens. Returns the shape and dtype of each window's logits. Raises
+    OutputError if writing fails.
     """
     spooled = []
     for window in windows:
