@@ -13,7 +13,13 @@ from torch.overrides import TorchFunctionMode
 
 from greenroom.config import LoadConfig
 from greenroom.core.layout import BLOCKS, PLAIN
-from greenroom.hf.check.ggml_inputs import ggml_arithmetic, round_q8_0, round_q8_k, rounding_of
+from greenroom.hf.check.ggml_inputs import (
+    GgmlInputs,
+    ggml_arithmetic,
+    round_q8_0,
+    round_q8_k,
+    rounding_of,
+)
 from greenroom.hf.check.passes import logits_of, streamed_model
 from greenroom.hf.model.reference import load_reference_model
 from greenroom.hf.model.skeleton import ModelSkeleton
@@ -59,6 +65,22 @@ def test_every_type_of_ggml_has_its_inputs() -> None:
     half = rounding_of(PLAIN, "bfloat16")
     assert half is not None
     assert half(torch.tensor([1 + 2**-9])).item() == 1
+
+
+@torch.inference_mode()
+def test_parts_of_a_weight_have_its_rounding() -> None:
+    """Experts of some classes multiply halves of a matrix, or its transpose in a batch."""
+    x, weight, other = torch.randn(3, 64), torch.randn(8, 64), torch.randn(8, 64)
+    expected = round_q8_0(x) @ weight.T
+    inputs = GgmlInputs()
+    inputs.register(weight, "q8_0", "uint8")
+    with inputs:
+        halves = [linear(x, half) for half in weight.chunk(2)]
+        batch = torch.bmm(x[None], weight.T.contiguous()[None])[0]
+        assert torch.equal(x @ other.T, linear(x, other))
+    assert torch.allclose(torch.cat(halves, 1), expected, atol=1e-4)
+    assert torch.allclose(batch, expected, atol=1e-4)
+    assert not torch.allclose(x @ weight.T, expected, atol=1e-4)
 
 
 class RoundedInputs(TorchFunctionMode):

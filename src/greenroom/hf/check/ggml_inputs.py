@@ -30,7 +30,7 @@ from greenroom.runtime.kernels.routing import Routing
 
 Rounding = Callable[[Tensor], Tensor]
 
-_PRODUCTS = {linear, torch.matmul, Tensor.matmul}  # of (inputs, weights)
+_PRODUCTS = {linear, torch.bmm, torch.matmul, Tensor.matmul}  # of (inputs, weights)
 _LARGE = 256  # inputs of a Q8_K block; types with such blocks take Q8_K inputs
 _LARGEST = 127  # integer
 
@@ -71,7 +71,10 @@ def rounding_of(encoding: str, dtype: str = "") -> Rounding | None:
 
 
 class GgmlInputs(TorchFunctionMode):
-    """Context in which products with registered weights round their inputs as ggml does."""
+    """Context in which products with registered weights round their inputs as ggml does.
+
+    What is computed from a registered weight, such as a part or its transpose, is registered too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,10 +89,17 @@ class GgmlInputs(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call a function of torch; a product with a registered weight has rounded inputs."""
-        if func in _PRODUCTS and len(args) > 1 and args[1] in self._roundings:
+        if func in _PRODUCTS and len(args) > 1:
             inputs, weight, *others = args
-            args = (self._roundings[weight](inputs), weight, *others)
-        return func(*args, **(kwargs or {}))
+            if weight in self._roundings:
+                inputs = self._roundings[weight](inputs)
+            return func(inputs, weight, *others, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if args and isinstance(args[0], Tensor) and args[0] in self._roundings:
+            for part in result if isinstance(result, tuple) else (result,):
+                if isinstance(part, Tensor):
+                    self._roundings[part] = self._roundings[args[0]]
+        return result
 
 
 class _GgmlStep(EagerStep):
