@@ -89,9 +89,11 @@ def expert_rows(clock: Clock) -> None:
 
 
 GGML = (
-    *("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "gguf_mxfp4"),
+    *("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "gguf_mxfp4", "gguf_nvfp4"),
     *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"),
 )
+CODEBOOKS = "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"
+DECODED = (*CODEBOOKS, "tq2_0")  # ggml's types that are multiplied as float32
 STORED = (*GGML, "mxfp4", "int8", "int4", "fp8")
 ENCODED_KERNELS = ("native", "rounded")
 KERNELS_OF = {name: make_kernel(name) for name in ENCODED_KERNELS}
@@ -102,6 +104,8 @@ HALVES = {
     "q2_k": (80, 82),
     "q3_k": (108,),
     "q6_k": (208,),
+    "tq2_0": (64,),
+    **dict.fromkeys((name for name in CODEBOOKS if name != "iq1_m"), (0,)),
 }
 
 
@@ -145,7 +149,11 @@ def encoded_matrix(encoding: str, name: str, rows: int, columns: int) -> dict[st
         blocks[:, at : at + 2] = torch.tensor([1e-3]).half().view(torch.uint8)
     if encoding == "gguf_mxfp4":
         blocks[:, 0] = 120
-    if encoding in GGML:
+    if encoding == "gguf_nvfp4":
+        blocks[:, :4] = 40
+    if encoding == "iq1_m":  # a quarter of its scale is in each of these half bytes
+        blocks[:, 49::2] = blocks[:, 49::2] % 16 + 16
+    if encoding in (*GGML, *DECODED):
         return {name: codes}
     if encoding == "mxfp4":
         return {name: codes, f"{name}.scale": torch.full((rows, columns // 32), 120).byte()}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from kernels import STORED, encoded_layer, encoded_matrix
+from kernels import DECODED, STORED, encoded_layer, encoded_matrix
 from torch import nn
 
 from greenroom.core.layout import SlotLayout
@@ -19,17 +19,21 @@ from greenroom.runtime.kernels.dense.attention import KeyValueView, OneTokenAtte
 from greenroom.runtime.kernels.dense.norms import ROUND_THEN_SCALE
 from greenroom.runtime.kernels.dense.router import CompiledRouter, RouterCall
 from greenroom.runtime.kernels.dense.stored import (
+    EXPANDED,
+    FEW,
     MatrixRecord,
     StoredMatrix,
     product_scratch,
     thread_scratch,
 )
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
+from greenroom.runtime.kernels.launch.sequence import batch_stage
 from greenroom.runtime.kernels.native.library import library
 from greenroom.runtime.kernels.routing import Routing
 
 DTYPE = torch.bfloat16
-FORMATS = ("bf16", *STORED)
+FORMATS = ("bf16", *STORED, *DECODED)
+SEQUENCES = 16  # whose tokens are decoded together
 FLOATS, BYTES, LONG = "float32", "8-bit inputs", "15-bit inputs"  # what products multiply
 
 
@@ -170,6 +174,40 @@ def attention_cases(sizes: Sizes) -> Iterator[Case]:
             2 * (2 * context * sizes.kv_heads * sizes.width + output),
             4 * scores + 2 * output, FLOATS, copied(attend, attending, keep),
         )  # fmt: skip
+    yield from batched_attention_cases(sizes, attention, positions)
+
+
+def batched_attention_cases(
+    sizes: Sizes, attention: OneTokenAttention, positions: Any
+) -> Iterator[Case]:
+    """The same for one token of each of several sequences, which share the weights."""
+    context, tokens = sizes.contexts[0], SEQUENCES
+    x, out = (torch.randn(tokens, 1, 1, sizes.hidden).to(DTYPE) for _ in range(2))
+    works = [attention.workspace(context) for _ in range(tokens)]
+    keys_values = torch.randn(tokens, 2, 1, sizes.kv_heads, context, sizes.width).to(DTYPE)
+    each = [
+        attention.stages(
+            one.data_ptr(), positions, KeyValueView(*kv.unbind(), context), work, result.data_ptr()
+        )
+        for one, kv, work, result in zip(x, keys_values, works, out, strict=True)
+    ]
+    shared = torch.randn(4, tokens, attention.widest)
+    (project, projecting), (attend, attending) = attention.batched_stages(each, shared)
+    keep = attention, positions, x, out, works, keys_values, each, shared, projecting, attending
+    projected = (sizes.heads + 2 * sizes.kv_heads) * sizes.width
+    wide = projected * sizes.hidden
+    yield Case(
+        "attention", "queries, keys, values", tokens,
+        2 * wide + 4 * tokens * (sizes.hidden + projected), 2 * tokens * wide, FLOATS,
+        copied(project, projecting, keep),
+    )  # fmt: skip
+    scores = sizes.heads * context * sizes.width
+    output = sizes.heads * sizes.width * sizes.hidden
+    yield Case(
+        "attention", f"attention over {context:,}", tokens,
+        4 * tokens * context * sizes.kv_heads * sizes.width + 2 * output,
+        tokens * (4 * scores + 2 * output), FLOATS, copied(attend, attending, keep),
+    )  # fmt: skip
 
 
 def router_cases(sizes: Sizes) -> Iterator[Case]:
@@ -204,20 +242,31 @@ def router_cases(sizes: Sizes) -> Iterator[Case]:
 
 
 def norm_cases(sizes: Sizes) -> Iterator[Case]:
-    """The residual sum and an RMSNorm."""
-    x, y, total, out, weight = (torch.ones(sizes.hidden).to(DTYPE) for _ in range(5))
-    call = library().structure("NormCall")(
-        x=x.data_ptr(), y=y.data_ptr(), sum=total.data_ptr(), out=out.data_ptr(),
-        weight=weight.data_ptr(), columns=sizes.hidden, eps=1e-6, style=ROUND_THEN_SCALE,
-    )  # fmt: skip
+    """The residual sum and an RMSNorm, of one token and of several sequences' tokens."""
+    weight = torch.ones(sizes.hidden).to(DTYPE)
+    rows = torch.ones(4, SEQUENCES, sizes.hidden).to(DTYPE)
+    names = "x", "y", "sum", "out"
+    calls = [
+        library().structure("NormCall")(
+            **{name: row.data_ptr() for name, row in zip(names, four, strict=True)},
+            weight=weight.data_ptr(), columns=sizes.hidden, eps=1e-6, style=ROUND_THEN_SCALE,
+        )
+        for four in rows.transpose(0, 1)
+    ]  # fmt: skip
+    keep = weight, rows, calls
     yield Case(
         "norm", "residual sum and norm", 1, 10 * sizes.hidden, 5 * sizes.hidden, FLOATS,
-        copied(kernel_entry("add_and_norm", DTYPE), call, (x, y, total, out, weight)), wide=False,
+        copied(kernel_entry("add_and_norm", DTYPE), calls[0], keep), wide=False,
+    )  # fmt: skip
+    entry, call = batch_stage(kernel_entry("add_and_norm_rows", DTYPE), calls)
+    yield Case(
+        "norm", "residual sum and norm", SEQUENCES, (8 * SEQUENCES + 2) * sizes.hidden,
+        5 * SEQUENCES * sizes.hidden, FLOATS, copied(entry, call, (keep, call)),
     )  # fmt: skip
 
 
 def linear_cases(sizes: Sizes) -> Iterator[Case]:
-    """Dense layers: the output head, plain and as stored, and rows decoded for prompts."""
+    """Dense layers: the output head, plain and as stored, and rows decoded for long prompts."""
     rows, columns = sizes.vocabulary, sizes.hidden
     for name in ("bf16", "q8_0", "q6_k"):
         if name == "bf16":
@@ -230,6 +279,7 @@ def linear_cases(sizes: Sizes) -> Iterator[Case]:
             matrix = StoredMatrix(layout, DTYPE)
             matrix.allocate()[0].copy_(codes)
             matrix.arrange()
+            yield expansion_case(name, matrix)
         record, stride = MatrixRecord(matrix), 0
         for tokens in (1, 16):
             x = torch.randn(tokens, columns).to(DTYPE)
@@ -250,6 +300,23 @@ def linear_cases(sizes: Sizes) -> Iterator[Case]:
                 2 * tokens * rows * columns, FLOATS if name == "bf16" else BYTES,
                 copied(kernel_entry("linear", DTYPE), call, keep),
             )  # fmt: skip
+
+
+def expansion_case(name: str, matrix: StoredMatrix) -> Case:
+    """Rows of a stored matrix, decoded for the products of a long prompt."""
+    columns = matrix.shape[1]
+    count = min(matrix.shape[0], EXPANDED // (DTYPE.itemsize * columns))
+    record, out = MatrixRecord(matrix, kernels="rounded"), torch.empty(count, columns, dtype=DTYPE)
+    stride = 4 * FEW * columns + product_scratch(columns)
+    call = library().structure("ExpandCall")(
+        matrix=record.address, rows=count, columns=columns, out=out.data_ptr(),
+        scratch=thread_scratch(stride), stride=stride,
+    )  # fmt: skip
+    return Case(
+        "head", f"decoded rows, {name}", count,
+        matrix.nbytes * count // matrix.shape[0] + out.nbytes, 2 * count * columns, FLOATS,
+        copied(kernel_entry("expand_rows", DTYPE), call, (matrix, record, out)),
+    )  # fmt: skip
 
 
 def all_cases(sizes: Sizes, formats: tuple[str, ...]) -> Iterator[Case]:

@@ -11,6 +11,7 @@ from torch import nn
 from greenroom.hf.check.verify import _Trial
 from greenroom.runtime.kernels.eager import EagerKernel
 from tests.cli.conftest import Run
+from tests.gguf_models import DATA
 
 FEW = ("--cache", "25%", "--max-new-tokens", 3, "--prompt", "The green room")
 KEYS = {"identical", "max_logit_difference", "grouped_mm_difference", "tokens_compared"}
@@ -75,3 +76,24 @@ def test_failure(
     else:
         assert "FAIL eager kernels" in ran.out
         assert "identical" not in ran.out
+
+
+def test_distances_of_a_gguf_file_s_kernels(cli: Run, tmp_path: Path) -> None:
+    (text := tmp_path / "text.txt").write_text("The green room is where the performers wait. " * 4)
+    arguments = ("verify", DATA / "Q4_K_M.gguf", "--quality", text, "--cache", "50%")
+    ran = cli(*arguments, "--tokens", 60)
+    assert (ran.code, ran.err) == (0, "")
+    *_, title, header, _, exact, native, precise, ggml, meaning, states = ran.out.splitlines()
+    assert title.startswith("distance from exact products, 59 tokens")
+    assert header.split() == ["KL", "mean", "KL", "p99", "same", "top", "token", "perplexity"]
+    rows = [exact, native, precise, ggml]
+    assert [row.split("  ")[0] for row in rows] == [
+        "exact products", "default kernels", "--kernels precise", "ggml's arithmetic, emulated"
+    ]  # fmt: skip
+    assert "beside that of ggml's arithmetic: default kernels " in meaning
+    assert states == "the kernels also round hidden states to bfloat16, ggml does not"
+    ran = cli(*arguments, "--tokens", 9, "--json")
+    assert (ran.json["tokens"], ran.json["dtype"]) == (8, "bfloat16")
+    assert list(ran.json["distances"]) == ["native", "precise", "ggml"]
+    assert set(ran.json["distances"]["ggml"]) == {"kl_mean", "kl_p99", "perplexity", "same_top"}
+    assert "no effect with --quality" in cli(*arguments, "--layers").mistake

@@ -1,7 +1,8 @@
 """`greenroom verify MODEL`: checks that output is the same when experts stay on disk.
 
 With `--quality FILE` the command measures how much the output of a pack, another version of a
-model, a quantised KV cache or other kernels differs from the original's.
+model, a quantised KV cache or other kernels differs from the original's. For a GGUF file alone it
+measures how far the kernels, and ggml's arithmetic, are from exact products.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from greenroom.config import INEXACT, LoadConfig, flag, options_in
 from greenroom.errors import UsageError, VerifyError
 
 if TYPE_CHECKING:
+    from greenroom.hf.check.kernel_quality import KernelQuality
     from greenroom.hf.check.verify import Verdict
 
 HELP = "check that output equals the full model's, bit for bit; or measure a pack's quality"
@@ -34,6 +36,11 @@ QUALITY = ("against", "tokens", "kv", *APPROXIMATE)  # for --quality alone
 FIELDS = (
     "identical", "max_logit_difference", "grouped_mm_difference", "tokens_compared", "kernels",
 )  # fmt: skip
+PRODUCTS = {
+    "native": "default kernels",
+    "precise": "--kernels precise",
+    "ggml": "ggml's arithmetic, emulated",
+}
 TEXTS = {
     "kernels": "implementation of the experts' computation to check",
     "kv": "with --quality, format of the KV cache of MODEL; its original has an exact one (default:"
@@ -64,7 +71,8 @@ def add_to(parser: Parser) -> None:
     quality.add_argument(
         "--quality", metavar="FILE", type=Path,
         help="instead, measure perplexity and KL divergence from the original on the text in"
-        " this file",
+        " this file; for a GGUF file without --against, those of the default kernels, of --kernels"
+        " precise and of ggml's arithmetic from exact products",
     )  # fmt: skip
     quality.add_argument(
         "--against",
@@ -118,6 +126,61 @@ def _reporter(args: argparse.Namespace, progress: Progress) -> Callable[[str], N
 
 
 def _quality(args: argparse.Namespace, progress: Progress) -> None:
+    from greenroom.hf.checkpoint.resolve import resolve
+
+    changed = configured(args).keys() & {"kv", "kernels", *APPROXIMATE}
+    if args.against is None and not changed and resolve(args.model).suffix == ".gguf":
+        _kernel_quality(args, progress)
+    else:
+        _model_quality(args, progress)
+
+
+def _kernel_quality(args: argparse.Namespace, progress: Progress) -> None:
+    from greenroom.hf.check.kernel_quality import compare_kernels
+    from greenroom.hf.check.quality import read_text
+
+    measured = compare_kernels(
+        args.model,
+        read_text(args.quality),
+        cache=args.cache,
+        dtype=args.dtype,
+        tokens=args.tokens,
+        config=args.config,
+        say=_reporter(args, progress),
+    )
+    progress.clear()
+    print(json.dumps(asdict(measured)) if args.json else _kernel_table(measured))
+
+
+def _kernel_table(measured: KernelQuality) -> str:
+    """Return the distances of kernels and of ggml's arithmetic as a table, and what they mean."""
+    from greenroom.sim.table import text_table
+
+    header = ("", "KL mean", "KL p99", "same top token", "perplexity")
+    rows = [("exact products", "", "", "", f"{measured.perplexity:.6g}")]
+    rows += [
+        (
+            PRODUCTS[name], f"{each.kl_mean:.3g}", f"{each.kl_p99:.3g}", f"{each.same_top:.1%}",
+            f"{each.perplexity:.6g}",
+        )
+        for name, each in measured.distances.items()
+    ]  # fmt: skip
+    lines = [f"distance from exact products, {measured.tokens} tokens; KL divergence in nats:"]
+    lines.append(text_table(header, rows))
+    *ours, ggml = measured.distances.items()
+    if ggml[1].kl_mean > 0:
+        shares = [
+            f"{PRODUCTS[name]} {each.kl_mean / ggml[1].kl_mean:.2g} times" for name, each in ours
+        ]
+        lines.append(f"mean KL divergence beside that of ggml's arithmetic: {', '.join(shares)}")
+    if measured.dtype != "float32":
+        lines.append(f"the kernels also round hidden states to {measured.dtype}, ggml does not")
+    if "precise" not in measured.distances:
+        lines.append("no inputs are rounded to 8 bits: --kernels precise gives the same bits")
+    return "\n".join(lines)
+
+
+def _model_quality(args: argparse.Namespace, progress: Progress) -> None:
     from greenroom.cli.terminal.summary import inexact_line
     from greenroom.hf.check.loss import store_loss
     from greenroom.hf.check.quality import quality, read_text

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from greenroom.errors import NotAModel, OutputError, UsageError
-from greenroom.hf.check import quality as module
+from greenroom.hf.check import windows as module
 from greenroom.hf.check.quality import quality
 from greenroom.hf.checkpoint.resolve import open_checkpoint
 from greenroom.hf.checkpoint.tokenizer import tokenizer_of

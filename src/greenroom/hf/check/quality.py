@@ -2,38 +2,36 @@
 
 The original may be another checkpoint, or the same one without an option that changes the output:
 a quantised KV cache, other kernels, or approximated misses. Both models are streamed, one after the
-other, so that neither needs to fit into memory. The original's logits are written to a temporary
-file in the dtype of the model. Memory holds the logits of one window of the text, and the
-log-probabilities of a few tokens.
+other, so that neither needs to fit into memory.
 """
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import exp
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from greenroom.config import LoadConfig, show_bytes
-from greenroom.errors import ModelError, NotAModel, OutputError, UsageError
-from greenroom.hf.check.passes import logits_of, streamed_model
+from greenroom.config import LoadConfig
+from greenroom.errors import ModelError, NotAModel, UsageError
+from greenroom.hf.check.passes import streamed_model
+from greenroom.hf.check.windows import (
+    WINDOW,
+    LogitDistance,
+    check_room,
+    compare_windows,
+    cut_windows,
+    spool_windows,
+)
 from greenroom.hf.checkpoint.resolve import find_checkpoint, resolve
-from greenroom.hf.checkpoint.tokenizer import tokenizer_of
-from greenroom.hf.load.describe import context_of
 from greenroom.hf.memory.approximate import APPROXIMATION_OPTIONS, check_copies
 from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.skeleton import ModelSkeleton
 
-WINDOW = 512  # tokens of the text that are read at a time, each window with an empty context
 PASS = 64  # tokens of a pass with a quantised KV cache, so that later ones read quantised keys
-ROWS = 16  # positions whose probabilities are computed at a time, in float64
 
 Report = Callable[[str], None]
 
@@ -107,38 +105,32 @@ def quality(
     for skeleton in skeletons:
         slots_for(cache, skeleton.catalog)  # an error comes before the work begins
     check_copies(skeletons[0].catalog, changed.approximation())
-    windows = _cut_windows((source, original), skeletons, text, tokens)
+    windows = cut_windows((source, original), skeletons, text, tokens)
     step = 1 if approximation else PASS if kv != "dynamic" else WINDOW
-    _check_room(windows, skeletons[1])
-    rows: list[Tensor] = []
+    check_room(windows, skeletons[1])
     with tempfile.TemporaryFile() as spool:
         say(f"computing {sum(map(len, windows))} tokens with {original}")
         with streamed_model(original, replace(load, config=configs[1])) as model:
-            shapes = [_spool(_logits(model, window, step), spool) for window in windows]
+            spooled = spool_windows(model, windows, step, spool)
         say(f"computing the same tokens with {source}{_option_text(load, changed)}")
-        spool.seek(0)
         with streamed_model(source, replace(changed, config=configs[0])) as model:
-            for window, shape in zip(windows, shapes, strict=True):
-                rows += _compare(spool, shape, _logits(model, window, step), window[1:])
+            rows = compare_windows(model, windows, step, spool, spooled)
             approximated = model.greenroom.stats().approximated
-    return _result(source, original, torch.cat(rows), approximated)
+    return _result(source, original, rows, approximated)
 
 
 def _result(
     source: str, original: str, rows: Tensor, approximated: dict[str, Any] | None
 ) -> Quality:
-    """Make the quality result from the rows [n, 4] of `_compare`."""
-    kl, theirs, mine, same = rows.mean(0).tolist()
+    """Make the quality result from the rows of `compare_windows`."""
+    distance, perplexity = LogitDistance.of(rows)
     return Quality(
         model=source,
         original=original,
         tokens=len(rows),
-        kl_mean=kl,
-        kl_p99=float(rows[:, 0].quantile(0.99)),
-        perplexity=exp(mine),
-        original_perplexity=exp(theirs),
-        same_top=same,
+        original_perplexity=perplexity,
         approximated=approximated,
+        **asdict(distance),
     )
 
 
@@ -210,82 +202,6 @@ def _option_text(config: LoadConfig, changed: LoadConfig) -> str:
     names = ("kv", "kernels", *APPROXIMATION_OPTIONS)
     differ = (name for name in names if getattr(config, name) != getattr(changed, name))
     return "".join(f" --{name.replace('_', '-')} {getattr(changed, name)}" for name in differ)
-
-
-def _cut_windows(
-    names: Sequence[str], skeletons: Sequence[ModelSkeleton], text: str, tokens: int | None
-) -> list[list[int]]:
-    """Cut a text's token ids into windows. Raises UsageError if the tokenizers differ."""
-    tokenized = [tokenizer_of(skeleton.checkpoint)(text)["input_ids"] for skeleton in skeletons]
-    if tokenized[0] != tokenized[1]:
-        raise UsageError(
-            f"the tokenizers of {names[0]} and {names[1]} make different tokens of the text:"
-            " --quality compares models of one tokenizer"
-        )
-    ids = tokenized[0][:tokens]
-    window = min(WINDOW, *(context_of(skeleton.model, WINDOW) for skeleton in skeletons))
-    cut = [ids[at : at + window] for at in range(0, len(ids), window)]
-    windows = [each for each in cut if len(each) > 1]  # a first token is not predicted
-    if not windows:
-        raise UsageError("the text of --quality is too short: at least 2 tokens are needed")
-    return windows
-
-
-def _check_room(windows: Sequence[Sequence[int]], original: ModelSkeleton) -> None:
-    """Raise OutputError if the original's logits do not fit on the disk."""
-    size = original.model.config.get_text_config().vocab_size
-    nbytes = sum(len(window) - 1 for window in windows) * size * original.dtype.itemsize
-    folder = tempfile.gettempdir()
-    free = shutil.disk_usage(folder).free
-    if nbytes > free:
-        raise OutputError(
-            f"the original's logits need {show_bytes(nbytes)} in {folder}, which has"
-            f" {show_bytes(free)} free: give fewer --tokens, or set TMPDIR to another disk"
-        )
-
-
-def _logits(model: PreTrainedModel, window: Sequence[int], step: int) -> Tensor:
-    """Return the logits [tokens - 1, vocabulary] after all of a window's tokens but the last.
-
-    Each forward pass has `step` tokens.
-    """
-    return logits_of(model, torch.tensor([window], device=model.device).split(step, dim=1))[:-1]
-
-
-def _spool(logits: Tensor, spool: BinaryIO) -> tuple[torch.Size, torch.dtype]:
-    """Append logits to a file, and return their shape and dtype."""
-    try:
-        for row in logits:
-            spool.write(row.contiguous().view(torch.uint8).numpy().data)
-    except OSError as error:
-        raise OutputError(
-            f"cannot write the original's logits to {tempfile.gettempdir()}: {error.strerror}:"
-            " set TMPDIR to another folder"
-        ) from error
-    return logits.shape, logits.dtype
-
-
-@torch.inference_mode()
-def _compare(
-    spool: BinaryIO, shape: tuple[torch.Size, torch.dtype], logits: Tensor, targets: Sequence[int]
-) -> Iterator[Tensor]:
-    """Compare a window's logits with those of the original, which are next in the file.
-
-    Yields rows [n, 4] for n positions at a time. Their columns are the KL divergence, the negative
-    log-likelihood by the original and by the model, and 1 if the likeliest token is the same.
-    """
-    (count, size), dtype = shape
-    for row in range(0, count, ROWS):
-        stop = min(row + ROWS, count)
-        raw = bytearray(spool.read((stop - row) * size * dtype.itemsize))
-        original = torch.frombuffer(raw, dtype=dtype).view(stop - row, size)
-        next_ids = torch.tensor(targets[row:stop])[:, None]
-        p, q = (each.double().log_softmax(-1) for each in (original, logits[row:stop]))
-        share = p.exp()
-        gap = torch.where(share > 0, p - q, 0)  # a token of probability 0 has minus infinity
-        likelihoods = [-each.gather(1, next_ids)[:, 0] for each in (p, q)]
-        same = (p.argmax(-1) == q.argmax(-1)).double()
-        yield torch.stack([(share * gap).sum(-1), *likelihoods, same], 1)
 
 
 def read_text(path: Path) -> str:

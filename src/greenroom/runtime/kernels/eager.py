@@ -52,13 +52,17 @@ class EagerStep(base.KernelStep):
             rows = self.routing.entries(expert)
             tokens = torch.from_numpy(self.routing.tokens[rows]).to(device)
             ranks = torch.from_numpy(self.routing.ranks[rows]).to(device)
-            up, down = (expert_matrix(layer, slot, w) for w in (layer.up_weight, layer.down_weight))
+            up, down = (self.matrix(layer, slot, w) for w in (layer.up_weight, layer.down_weight))
             weights = self.weights[tokens, ranks, None]
             if layer.weighted_output is not None:
                 out = layer.weighted_output(self.x, tokens, weights, up, down, expert)
             else:
                 out = expert_forward(layer, expert, self.x[tokens], up, down) * cast(layer, weights)
             self.outputs[expert] = tokens, out
+
+    def matrix(self, layer: LayerExperts, slot: int, weight: WeightSpec) -> Tensor:
+        """Return one expert's weight matrix from its slot, decoded, in the module's layout."""
+        return expert_matrix(layer, slot, weight)
 
     def total(self) -> Tensor:
         dtype = self.layer.recipe.sum_dtype(self.x, self.weights)

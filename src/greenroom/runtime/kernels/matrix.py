@@ -143,6 +143,11 @@ def has_format(name: str) -> bool:
     return library().address(format_symbol(name, torch.float32)) > 0
 
 
+def has_precise_format(name: str) -> bool:
+    """Check that a format's inputs have 8 bits by default, and 15 with `precise`."""
+    return library().address(f"{format_symbol(name)}_precise") > 0
+
+
 def format_name(weight: WeightSpec) -> str:
     """Return the name of a matrix's format."""
     if weight.encoding in _AFFINE:  # the types of codes and scales are parts of the name
