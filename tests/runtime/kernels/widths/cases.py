@@ -69,7 +69,10 @@ class Case:
 def encoded_cases(
     kernel: str, check: Callable[..., Iterator[Tensor]], *more: str
 ) -> Iterator[Case]:
-    """Cases with matrices of a few encodings; `more`: a last argument of `check`, as in matrix.py."""
+    """Cases with matrices of a few encodings.
+
+    more: native, precise or rounded (matrix.py), for a `check` that takes it
+    """
     for style in ENCODINGS:
         unit = formats.unit_of(style)
         few = BLOCKS if unit < 256 else BLOCKS[:2]
