@@ -48,7 +48,7 @@ struct PairOperand<true> {
 // What a tile of a product prefetches: `step` bytes from `place` on while it takes a vector of x.
 struct Ahead {
     const char* place;
-    int64_t step;  // at most PAIR_ROWS lines
+    int64_t step;  // of which up to PAIR_ROWS lines are prefetched
 
     // Not a loop, whose alignment would cost the loop around it a tenth of its time.
     INLINE void prefetch_step() {
