@@ -230,7 +230,8 @@ void attend(AttendCall& p) {
         }
         await(p.done, p.key_heads);
         if (!input)
-            input.emplace((const T*)p.mixed, K, takes_floats<T>(matrix), planes_of(matrix), scratch);
+            input.emplace(
+                (const T*)p.mixed, K, takes_floats<T>(matrix), planes_of(matrix), scratch);
         alignas(64) float sums[UNIT];
         const int64_t n = least(UNIT, p.outputs - n0), after = units.next() - p.key_heads;
         input->multiply(matrix, n0, n, sums, row_place<T>(matrix, K, after * UNIT));
