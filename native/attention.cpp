@@ -4,6 +4,8 @@
 // stay float32.
 #include "attention.hpp"
 
+#include <optional>
+
 #include "norms.hpp"
 
 namespace {
@@ -11,6 +13,76 @@ namespace {
 using namespace greenroom;
 
 constexpr int64_t BLOCK = 64;  // tokens of a partial sum of values
+
+INLINE int64_t planes_of(const Matrix& matrix) { return matrix.format ? matrix.format->planes : 0; }
+
+// Does a matrix of a model of type T take inputs in float32, or packed?
+template <class T>
+INLINE bool takes_floats(const Matrix& matrix) {
+    return matrix.format && !has_pairs<T>(matrix);
+}
+
+// One token's input of a product with matrices of any kind.
+template <class T>
+class OneInput {
+    const T* x;
+    int64_t K;
+    Input wide{};
+    uint8_t* scratch;
+
+  public:
+    // scratch: a product's, and before it 2 * K float32 if a matrix takes floats
+    OneInput(const T* x, int64_t K, bool widens, int64_t planes, uint8_t* memory)
+        : x(x), K(K), scratch(memory) {
+        if (!widens) return;
+        wide = input_row(x, K, planes, (float*)memory);
+        scratch += 8 * K;
+    }
+    // Multiply with n rows of a matrix, from number `first` on.
+    INLINE void multiply(
+        const Matrix& matrix, int64_t first, int64_t n, float* out, const uint8_t* next) const {
+        if constexpr (std::is_same_v<T, BFloat16>)
+            if (has_pairs<T>(matrix))
+                return multiply_bfloat16(matrix, K, first, n, 1, &x, &out, scratch, next);
+        if (matrix.format) multiply_row(matrix, K, first, n, wide, out, scratch, next);
+        else multiply_plain_rows((const T*)matrix.base + first * K, n, K, x, out);
+    }
+};
+
+// Multiply all tokens' inputs with n rows of a matrix, from number `first` on: out[token * step].
+//
+// row: a token's input, of the model's type; the call has the same in float32. scratch: a
+// product's, and before it K float32 if the matrix takes floats
+template <class T, class RowOf>
+INLINE void multiply_tokens(
+    const TokensCall& p, const Matrix& matrix, int64_t K, int64_t first, int64_t n, RowOf row,
+    float* out, int64_t step, uint8_t* scratch, const uint8_t* next) {
+    if constexpr (std::is_same_v<T, BFloat16>)
+        if (has_pairs<T>(matrix)) {
+            for (int64_t start = 0; start < p.tokens; start += PAIR_INPUTS) {
+                const T* x[PAIR_INPUTS];
+                float* outs[PAIR_INPUTS];
+                const int64_t tokens = least(PAIR_INPUTS, p.tokens - start);
+                for (int64_t t = 0; t < tokens; t++) {
+                    x[t] = row(start + t);
+                    outs[t] = out + (start + t) * step;
+                }
+                multiply_bfloat16(matrix, K, first, n, tokens, x, outs, scratch, next);
+            }
+            return;
+        }
+    if (!matrix.format) {
+        RowsOf rows{p.wide, K, nullptr, out, step, nullptr};
+        const T* w = (const T*)matrix.base + first * K;
+        return dots(w, K * sizeof(T), K, n, K, false, rows, 0, 0, p.tokens);
+    }
+    for (int64_t token = 0; token < p.tokens; token++) {
+        const float* x = p.wide + token * K;
+        if (planes_of(matrix)) pack_row(planes_of(matrix), x, K, scratch);
+        multiply_row(matrix, K, first, n, {x, (const float*)scratch}, out + token * step,
+                     scratch + 4 * K, next);
+    }
+}
 
 // Apply rotary position embedding to a row: element i forms a pair with element width / 2 + i.
 template <class T>
@@ -48,76 +120,51 @@ template <class T>
 
 INLINE int64_t heads_of(const ProjectCall& p) { return p.query_heads + 2 * p.key_heads; }
 
-// The codes of a head, or of the last one.
-INLINE const uint8_t* head_codes(const ProjectCall& p, int64_t number) {
+// The codes or weights of a head, or of the last one.
+template <class T>
+INLINE const uint8_t* head_place(const ProjectCall& p, int64_t number) {
     const Head& head = p.heads[least(number, heads_of(p) - 1)];
-    const Matrix& matrix = *head.matrix;
-    return row_codes(*matrix.layout, matrix.base, head.first);
+    return row_place<T>(*head.matrix, p.hidden, head.first);
 }
 
 // Each thread claims one head at a time.
 template <class T>
-void project_plain(ProjectCall& p) {
-    for (int64_t number; (number = claim(p.cursor)) < heads_of(p);) {
-        const Head& head = p.heads[number];
-        float* row = p.projected + number * p.width;
-        const T* w = (const T*)head.matrix->base + head.first * p.hidden;
-        multiply_plain_rows(w, p.width, p.hidden, (const T*)p.x, row);
-        finish_head<T>(p, number, row);
-    }
-}
-
-template <class T>
-void project_encoded(ProjectCall& p) {
-    float* place = (float*)thread_scratch(p);
-    uint8_t* scratch = (uint8_t*)(place + 2 * p.hidden);
+void project(ProjectCall& p) {
+    bool widens = false;  // does a matrix take float32 inputs?
     int64_t planes = 0;
-    for (int64_t i = 0; i < heads_of(p); i++) planes |= p.heads[i].matrix->format->planes;
-    Input input = input_row((const T*)p.x, p.hidden, planes, place);
+    for (int64_t i = 0; i < heads_of(p); i++) {
+        const Matrix& matrix = *p.heads[i].matrix;
+        widens |= takes_floats<T>(matrix);
+        planes |= planes_of(matrix);
+    }
+    uint8_t* scratch = thread_scratch(p);
+    OneInput<T> input((const T*)p.x, p.hidden, widens, planes, scratch);
     for (Units units(p.cursor, heads_of(p)); units.left(); units.advance()) {
         const int64_t number = units.number;
         const Head& head = p.heads[number];
         float* row = p.projected + number * p.width;
-        const uint8_t* next = head_codes(p, units.next());
-        multiply_row(*head.matrix, p.hidden, head.first, p.width, input, row, scratch, next);
+        input.multiply(*head.matrix, head.first, p.width, row, head_place<T>(p, units.next()));
         finish_head<T>(p, number, row);
     }
 }
 
-// For several tokens each weight is read, and converted to float32, once.
+// For several tokens each plain weight is read once.
 template <class T>
-void project_rows_plain(TokensCall& p) {
-    const ProjectCall& one = call_of<ProjectCall>(p, 0);
-    const int64_t K = one.hidden, width = one.width, step = heads_of(one) * width;
-    for (int64_t number; (number = claim(p.cursor)) < heads_of(one);) {
-        const Head& head = one.heads[number];
-        const T* w = (const T*)head.matrix->base + head.first * K;
-        RowsOf rows{p.wide, K, nullptr, p.out, step, nullptr};
-        dots(w, K * sizeof(T), K, width, K, false, rows, number * width, 0, p.tokens);
-        for (int64_t token = 0; token < p.tokens; token++)
-            finish_head<T>(
-                call_of<ProjectCall>(p, token), number, p.out + token * step + number * width);
-    }
-}
-
-template <class T>
-void project_rows_encoded(TokensCall& p) {
+void project_rows(TokensCall& p) {
     ProjectCall& one = call_of<ProjectCall>(p, 0);
-    const int64_t K = one.hidden, width = one.width, step = heads_of(one) * width;
-    float* place = (float*)thread_scratch(one);
-    uint8_t* scratch = (uint8_t*)(place + K);
+    const int64_t width = one.width, step = heads_of(one) * width;
+    uint8_t* scratch = thread_scratch(one);
+    auto row = [&](int64_t token) INLINE_LAMBDA {
+        return (const T*)call_of<ProjectCall>(p, token).x;
+    };
     for (int64_t number; (number = claim(p.cursor)) < heads_of(one);) {
         const Head& head = one.heads[number];
-        const Matrix& matrix = *head.matrix;
-        const int64_t planes = matrix.format->planes;
-        const uint8_t* next = head_codes(one, current(p.cursor));
-        for (int64_t token = 0; token < p.tokens; token++) {
-            float* row = p.out + token * step + number * width;
-            const float* x = p.wide + token * K;
-            if (planes) pack_row(planes, x, K, place);
-            multiply_row(matrix, K, head.first, width, {x, place}, row, scratch, next);
-            finish_head<T>(call_of<ProjectCall>(p, token), number, row);
-        }
+        float* out = p.out + number * width;
+        const uint8_t* next = head_place<T>(one, current(p.cursor));
+        multiply_tokens<T>(
+            p, *head.matrix, one.hidden, head.first, width, row, out, step, scratch, next);
+        for (int64_t token = 0; token < p.tokens; token++)
+            finish_head<T>(call_of<ProjectCall>(p, token), number, out + token * step);
     }
 }
 
@@ -168,31 +215,11 @@ INLINE const T* bias_from(const AttendCall& p, int64_t first) {
 // Each thread claims one key head at a time, with the query heads that share it; after all heads,
 // UNIT outputs of the projection.
 template <class T>
-void attend_plain(AttendCall& p) {
-    const int64_t K = p.key_heads * p.group * p.width;
-    for (;;) {
-        const int64_t unit = claim(p.cursor), n0 = (unit - p.key_heads) * UNIT;
-        if (n0 < 0) {
-            attend_key_head<T>(p, unit);
-            count(p.done);
-            continue;
-        }
-        if (n0 >= p.outputs) return;
-        await(p.done, p.key_heads);
-        alignas(64) float sums[UNIT];
-        const int64_t n = least(UNIT, p.outputs - n0);
-        const T* w = (const T*)p.matrix->base + n0 * K;
-        multiply_plain_rows(w, n, K, (const T*)p.mixed, sums);
-        store_sums(sums, bias_from<T>(p, n0), (T*)p.out + n0, n);
-    }
-}
-
-template <class T>
-void attend_encoded(AttendCall& p) {
+void attend(AttendCall& p) {
     const int64_t K = p.key_heads * p.group * p.width;
     const Matrix& matrix = *p.matrix;
-    float* place = nullptr;
-    Input input{};
+    uint8_t* scratch = thread_scratch(p);
+    std::optional<OneInput<T>> input;  // when all heads are computed
     Units units(p.cursor, p.key_heads + (p.outputs + UNIT - 1) / UNIT);
     for (; units.left(); units.advance()) {
         const int64_t n0 = (units.number - p.key_heads) * UNIT;
@@ -202,14 +229,12 @@ void attend_encoded(AttendCall& p) {
             continue;
         }
         await(p.done, p.key_heads);
-        if (!place) {
-            place = (float*)thread_scratch(p);
-            input = input_row((const T*)p.mixed, K, matrix.format->planes, place);
-        }
+        if (!input)
+            input.emplace(
+                (const T*)p.mixed, K, takes_floats<T>(matrix), planes_of(matrix), scratch);
         alignas(64) float sums[UNIT];
         const int64_t n = least(UNIT, p.outputs - n0), after = units.next() - p.key_heads;
-        const uint8_t* next = row_codes(*matrix.layout, matrix.base, after * UNIT);
-        multiply_row(matrix, K, n0, n, input, sums, (uint8_t*)(place + 2 * K), next);
+        input->multiply(matrix, n0, n, sums, row_place<T>(matrix, K, after * UNIT));
         store_sums(sums, bias_from<T>(p, n0), (T*)p.out + n0, n);
     }
 }
@@ -235,34 +260,16 @@ INLINE void store_outputs(const TokensCall& p, int64_t n0, int64_t n) {
     }
 }
 
-// Each token has its own context. For all tokens each weight is read, and converted, once.
+// Each token has its own context. For all tokens each plain weight is read once.
 template <class T>
-void attend_rows_plain(TokensCall& p) {
-    const AttendCall& one = call_of<AttendCall>(p, 0);
-    const int64_t K = one.key_heads * one.group * one.width, units = p.tokens * one.key_heads;
-    for (;;) {
-        const int64_t unit = claim(p.cursor), n0 = (unit - units) * UNIT;
-        if (n0 < 0) {
-            attend_unit<T>(p, unit, K);
-            continue;
-        }
-        if (n0 >= one.outputs) return;
-        await(p.done, units);
-        const int64_t n = least(UNIT, one.outputs - n0);
-        RowsOf rows{p.wide, K, nullptr, p.out, one.outputs, nullptr};
-        const T* w = (const T*)one.matrix->base + n0 * K;
-        dots(w, K * sizeof(T), K, n, K, false, rows, n0, 0, p.tokens);
-        store_outputs<T>(p, n0, n);
-    }
-}
-
-template <class T>
-void attend_rows_encoded(TokensCall& p) {
+void attend_rows(TokensCall& p) {
     AttendCall& one = call_of<AttendCall>(p, 0);
     const int64_t K = one.key_heads * one.group * one.width, units = p.tokens * one.key_heads;
     const Matrix& matrix = *one.matrix;
-    const int64_t planes = matrix.format->planes;
-    float* place = nullptr;  // a row of K float32, packed
+    uint8_t* scratch = thread_scratch(one);
+    auto row = [&](int64_t token) INLINE_LAMBDA {
+        return (const T*)call_of<AttendCall>(p, token).mixed;
+    };
     for (;;) {
         const int64_t unit = claim(p.cursor), n0 = (unit - units) * UNIT;
         if (n0 < 0) {
@@ -271,39 +278,11 @@ void attend_rows_encoded(TokensCall& p) {
         }
         if (n0 >= one.outputs) return;
         await(p.done, units);
-        if (!place) place = (float*)thread_scratch(one);
         const int64_t n = least(UNIT, one.outputs - n0), claimed = current(p.cursor) - units;
-        const uint8_t* next = row_codes(*matrix.layout, matrix.base, claimed * UNIT);
-        for (int64_t token = 0; token < p.tokens; token++) {
-            const float* x = p.wide + token * K;
-            if (planes) pack_row(planes, x, K, place);
-            multiply_row(matrix, K, n0, n, {x, place}, p.out + token * one.outputs + n0,
-                         (uint8_t*)(place + K), next);
-        }
+        const uint8_t* next = row_place<T>(matrix, K, claimed * UNIT);
+        multiply_tokens<T>(p, matrix, K, n0, n, row, p.out + n0, one.outputs, scratch, next);
         store_outputs<T>(p, n0, n);
     }
-}
-
-template <class T>
-void project(ProjectCall& p) {
-    p.heads->matrix->format ? project_encoded<T>(p) : project_plain<T>(p);
-}
-
-template <class T>
-void project_rows(TokensCall& p) {
-    bool encoded = call_of<ProjectCall>(p, 0).heads->matrix->format;
-    encoded ? project_rows_encoded<T>(p) : project_rows_plain<T>(p);
-}
-
-template <class T>
-void attend(AttendCall& p) {
-    p.matrix->format ? attend_encoded<T>(p) : attend_plain<T>(p);
-}
-
-template <class T>
-void attend_rows(TokensCall& p) {
-    bool encoded = call_of<AttendCall>(p, 0).matrix->format;
-    encoded ? attend_rows_encoded<T>(p) : attend_rows_plain<T>(p);
 }
 
 }  // namespace

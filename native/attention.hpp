@@ -7,7 +7,7 @@ namespace greenroom {
 
 // A head of queries, keys or values: its rows in a projection's matrix, and what follows.
 SHARED(Head,
-    const Matrix* matrix;  // all plain, or all with a format
+    const Matrix* matrix;
     int64_t first;         // row of the matrix
     const void* bias;      // of this head, or null
     const void* norm;      // weight of an RMSNorm, or null

@@ -4,6 +4,7 @@
 #include "formats/inputs.hpp"
 #include "formats/row.hpp"
 #include "formulas.hpp"
+#include "pairs.hpp"
 #include "region.hpp"
 
 namespace greenroom {
@@ -72,6 +73,28 @@ INLINE const float* expanded_rows(
                   nullptr,     &place,        (uint8_t*)(place + rows * K), nullptr};
     matrix.format->expand(&call);
     return place;
+}
+
+// Is a matrix, of a model of type T, multiplied by pairs: is it plain bfloat16, or rounded to it?
+template <class T>
+INLINE bool has_pairs(const Matrix& matrix) {
+    return std::is_same_v<T, BFloat16> && (!matrix.format || matrix.format->bfloat16);
+}
+
+// Multiply pairs of rows of an encoded matrix, from number `first` on, that are rounded to
+// bfloat16: the call's w are set here. scratch: scratch_bytes(K) bytes.
+INLINE void multiply_rounded(
+    const Matrix& matrix, int64_t first, const PairsCall& p, uint8_t* scratch) {
+    float* out[PAIR_INPUTS];
+    for (int64_t t = 0; t < p.tokens; t++) out[t] = p.out[t];
+    for (int64_t n = 0; n < p.rows; n += PAIR_ROWS) {
+        const int64_t rows = least(PAIR_ROWS, p.rows - n);
+        const float* wide = expanded_rows(matrix, p.K, first + n, rows, scratch);
+        BFloat16* w = (BFloat16*)wide;
+        narrow(wide, rows * p.K, w);
+        multiply_pairs({w, p.K, rows, p.block, p.carry, p.tokens, p.x, out, w});
+        for (int64_t t = 0; t < p.tokens; t++) out[t] += rows;
+    }
 }
 
 }  // namespace greenroom

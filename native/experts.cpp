@@ -4,8 +4,6 @@
 // its core for a while delays one range, not the whole computation.
 #include "experts.hpp"
 
-#include "pairs.hpp"
-
 namespace {
 
 using namespace greenroom;
@@ -101,14 +99,9 @@ INLINE void multiply_rounded(const Matrix& matrix, const Product& p, uint8_t* sc
         float* out[most];
         const int64_t tokens = least(most, p.entries.stop - j);
         take_inputs(p, j, tokens, nullptr, memory, x, out);
-        for (int64_t n = 0; n < p.count; n += PAIR_ROWS) {
-            const int64_t rows = least(PAIR_ROWS, p.count - n);
-            const float* wide = expanded_rows(matrix, K, p.first + n, rows, place);
-            BFloat16* w = (BFloat16*)wide;
-            narrow(wide, rows * K, w);
-            multiply_pairs({w, K, rows, p.block, p.carry, tokens, x, out, w});
-            for (int64_t t = 0; t < tokens; t++) out[t] += rows;
-        }
+        multiply_rounded(
+            matrix, p.first, {nullptr, K, p.count, p.block, p.carry, tokens, x, out, nullptr},
+            place);
     }
 }
 

@@ -13,6 +13,31 @@ INLINE const T* part(const void* vector, int64_t at) {
     return vector ? (const T*)vector + at : nullptr;
 }
 
+// Multiply pairs of bfloat16.
+void multiply_bfloat16(LinearCall& p) {
+    const Matrix& matrix = *p.matrix;
+    const int64_t N = p.outputs, K = p.inputs;
+    uint8_t* scratch = thread_scratch(p);
+    for (Units units(p.cursor, (N + UNIT - 1) / UNIT); units.left(); units.advance()) {
+        const int64_t n0 = units.number * UNIT, n = least(UNIT, N - n0);
+        const void* next = row_place<BFloat16>(matrix, K, units.next() * UNIT);
+        for (int64_t m0 = 0; m0 < p.rows; m0 += PAIR_INPUTS) {
+            alignas(64) float sums[PAIR_INPUTS][UNIT];
+            const BFloat16* x[PAIR_INPUTS];
+            float* out[PAIR_INPUTS];
+            const int64_t rows = least(PAIR_INPUTS, p.rows - m0);
+            for (int64_t m = 0; m < rows; m++) {
+                x[m] = (const BFloat16*)p.x + (m0 + m) * K;
+                out[m] = sums[m];
+            }
+            multiply_bfloat16(matrix, K, n0, n, rows, x, out, scratch, next);
+            for (int64_t m = 0; m < rows; m++)
+                store_sums(sums[m], part<BFloat16>(p.bias, n0),
+                           (BFloat16*)p.out + (m0 + m) * N + n0, n);
+        }
+    }
+}
+
 // Multiply with unencoded weights. With `wide` each weight is converted to float32 once.
 template <class T>
 void multiply_plain(LinearCall& p) {
@@ -67,6 +92,7 @@ void multiply_encoded(LinearCall& p) {
 
 template <class T>
 void multiply(LinearCall& p) {
+    if (has_pairs<T>(*p.matrix) && !p.wide) return multiply_bfloat16(p);
     p.matrix->format ? multiply_encoded<T>(p) : multiply_plain<T>(p);
 }
 

@@ -19,7 +19,7 @@ SHARED(LinearCall,
     void* out;  // may be null if there are `sums`
     const void* bias;  // or null
     int64_t rows;
-    const float* wide;  // x in float32, if rows of a plain matrix serve several tokens; or null
+    const float* wide;  // float32 inputs of a plain matrix, in place of x; or null
     float* sums;  // with `wide`: the sums in float32 [rows, outputs]
     int64_t ticket;
     uint8_t* scratch;  // for an encoded matrix: `stride` bytes for each thread
@@ -44,6 +44,23 @@ SHARED(ExpandCall,
 template <class Call>
 INLINE uint8_t* thread_scratch(Call& p) {
     return p.scratch + claim(p.ticket) * p.stride;
+}
+
+// The codes or weights of a matrix from row `first` on.
+template <class T>
+INLINE const uint8_t* row_place(const Matrix& matrix, int64_t K, int64_t first) {
+    if (matrix.format) return row_codes(*matrix.layout, matrix.base, first);
+    return matrix.base + first * K * sizeof(T);
+}
+
+// Multiply pairs of bfloat16: out[t][:n] = x[t] @ rows.T, n rows from number `first` on.
+[[gnu::noinline]] inline void multiply_bfloat16(
+    const Matrix& matrix, int64_t K, int64_t first, int64_t n, int64_t tokens,
+    const BFloat16* const* x, float* const* out, uint8_t* scratch, const void* next) {
+    const BFloat16* w = (const BFloat16*)matrix.base + first * K;
+    PairsCall call{w, K, n, K, false, tokens, x, out, next};
+    if (matrix.format) multiply_rounded(matrix, first, call, scratch);
+    else multiply_pairs(call);
 }
 
 // Add a bias, if not null, to n float32 sums, and store them in the model's type.

@@ -48,10 +48,16 @@ struct PairOperand<true> {
 // What a tile of a product prefetches: `step` bytes from `place` on while it takes a vector of x.
 struct Ahead {
     const char* place;
-    int64_t step;
+    int64_t step;  // of which up to PAIR_ROWS lines are prefetched
 
+    // Not a loop, whose alignment would cost the loop around it a tenth of its time.
     INLINE void prefetch_step() {
-        for (int64_t line = 0; line < step; line += 64) prefetch(place + line);
+        prefetch(place);
+        if (step > 64) prefetch(place + 64);
+        if (step > 128) {
+            prefetch(place + 128);
+            prefetch(place + 192);
+        }
         place += step;
     }
 };
@@ -84,13 +90,7 @@ template <bool INSTRUCTION, int M, int N>
 [[gnu::noinline]] void pair_tile(
     const BFloat16* w, int64_t K, int64_t block, bool carry, const BFloat16* const* x,
     float* const* out, int64_t column, Ahead ahead) {
-    constexpr int fours = M * N / 4;  // of sums; there are none if there is one sum
-    float sum = fours == 0 && carry ? out[0][column] : 0;
-    FourFloats sums[fours + 1] = {};
-    if (carry)
-        each<4 * fours>([&](auto i) INLINE_LAMBDA {
-            sums[i / 4][i % 4] = out[i / N][column + i % N];
-        });
+    TileSums<M, N> sums(carry, out, column);
     for (int64_t start = 0; start < K; start += block) {
         int64_t stop = least(start + block, K), left = (stop - start) % PAIRED, end = stop - left;
         Floats cells[M][N] = {};
@@ -109,18 +109,9 @@ template <bool INSTRUCTION, int M, int N>
             }
         }
         if (left > 0) pair_step<INSTRUCTION, 1>(w, K, x, end, left, cells);
-        if constexpr (fours == 0) sum += lane_sum(cells[0][0]);
-        each<fours>([&](auto four) INLINE_LAMBDA {
-            auto cell = [&](int i) INLINE_LAMBDA -> const Floats& {
-                return cells[(4 * four + i) / N][(4 * four + i) % N];
-            };
-            sums[four] += lane_sums(cell(0), cell(1), cell(2), cell(3));
-        });
+        sums.add(cells);
     }
-    if constexpr (fours == 0) out[0][column] = sum;
-    each<4 * fours>([&](auto i) INLINE_LAMBDA {
-        out[i / N][column + i % N] = sums[i / 4][i % 4];
-    });
+    sums.write(out, column);
 }
 
 // Rows of pairs, and of their products.
@@ -162,7 +153,7 @@ INLINE void multiply_pairs(const PairsCall& p) {
     for (int64_t n = tiled; n < p.rows; n++)
         for (int64_t t = 0; t < p.tokens; t++)
             pair_tile<INSTRUCTION, 1, 1>(
-                p.w + n * K, K, p.block, p.carry, p.x + t, p.out + t, n, {});
+                p.w + n * K, K, p.block, p.carry, p.x + t, p.out + t, n, {(const char*)p.next, 0});
 }
 
 // Compute out[t][:rows] = x[t] @ w.T, or add to it. A result depends on its own row and token only.

@@ -66,16 +66,53 @@ INLINE void prefetch_rows(const W* w, int64_t row_bytes, int64_t at) {
     }
 }
 
+// The sums of a tile: M rows of N numbers.
+template <int M, int N>
+class TileSums {
+    static constexpr int COUNT = M * N;
+    static constexpr bool SIXTEEN = PARTS == 1 && COUNT == LANES;
+    using Sum = std::conditional_t<
+        SIXTEEN, Floats, std::conditional_t<COUNT % 4 == 0, FourFloats, float>>;
+    static constexpr int parts = COUNT * sizeof(float) / sizeof(Sum);
+    Sum sums[parts] = {};
+
+  public:
+    // They begin with numbers of the results' rows, or with 0.
+    INLINE TileSums(bool carry, const float* const* rows, int64_t column) {
+        if (!carry) return;
+        each<M>([&](auto m) INLINE_LAMBDA {
+            std::memcpy((float*)sums + m * N, rows[m] + column, N * sizeof(float));
+        });
+    }
+    // Add the lanes of each cell.
+    INLINE void add(const Floats (&cells)[M][N]) {
+        auto cell = [&](int i) INLINE_LAMBDA -> const Floats& { return cells[i / N][i % N]; };
+#if defined(__AVX512F__)
+        if constexpr (SIXTEEN) {
+            sums[0] = sums[0] + lane_sums(cell);
+            return;
+        }
+#endif
+        each<parts>([&](auto i) INLINE_LAMBDA {
+            if constexpr (std::is_same_v<Sum, FourFloats>)
+                sums[i] += lane_sums(
+                    cell(4 * i), cell(4 * i + 1), cell(4 * i + 2), cell(4 * i + 3));
+            if constexpr (std::is_same_v<Sum, float>) sums[i] += lane_sum(cell(i));
+        });
+    }
+    INLINE void write(float* const* rows, int64_t column) const {
+        each<M>([&](auto m) INLINE_LAMBDA {
+            std::memcpy(rows[m] + column, (const float*)sums + m * N, N * sizeof(float));
+        });
+    }
+};
+
 // Write out[m][n], m < M, n < N: x[m] [K] times row n of w; or add them if `carry`.
 template <class W, class X, int M, int N>
 [[gnu::noinline]] void dot(
     const W* w, int64_t row_bytes, int64_t K, int64_t block, bool carry, const X* const (&x)[M],
     float* const (&out)[M]) {
-    constexpr int fours = M * N / 4;  // of sums; there are none if there is one sum
-    float sum = fours == 0 && carry ? *out[0] : 0;
-    FourFloats sums[fours + 1] = {};
-    if (carry)
-        each<4 * fours>([&](auto i) INLINE_LAMBDA { sums[i / 4][i % 4] = out[i / N][i % N]; });
+    TileSums<M, N> sums(carry, out, 0);
     for (int64_t start = 0; start < K; start += block) {
         int64_t stop = least(start + block, K), left = (stop - start) & (LANES - 1);
         int64_t end = stop - left;
@@ -92,16 +129,9 @@ template <class W, class X, int M, int N>
             }
         }
         if (left > 0) dot_step<1>(w, row_bytes, x, end, left, cells, 0, N);
-        if constexpr (fours == 0) sum += lane_sum(cells[0][0]);
-        each<fours>([&](auto four) INLINE_LAMBDA {
-            auto cell = [&](int i) INLINE_LAMBDA -> const Floats& {
-                return cells[(4 * four + i) / N][(4 * four + i) % N];
-            };
-            sums[four] += lane_sums(cell(0), cell(1), cell(2), cell(3));
-        });
+        sums.add(cells);
     }
-    if constexpr (fours == 0) *out[0] = sum;
-    each<4 * fours>([&](auto i) INLINE_LAMBDA { out[i / N][i % N] = sums[i / 4][i % 4]; });
+    sums.write(out, 0);
 }
 
 // One row of x.

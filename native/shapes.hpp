@@ -43,17 +43,38 @@ INLINE float lane_sum(const Floats& a) {
 
 typedef float FourFloats __attribute__((vector_size(16)));
 
-// Sum the lanes of four vectors, each in the order of `lane_sum`, in fewer instructions.
-INLINE FourFloats lane_sums(const Floats& a, const Floats& b, const Floats& c, const Floats& d) {
-#if defined(__x86_64__)
 #if defined(__AVX512F__)
+// Add lanes of four vectors until each has four: those of a, then those of b, c and d.
+INLINE __m512 four_lanes(const Floats& a, const Floats& b, const Floats& c, const Floats& d) {
     auto eight = [](const Floats& v, const Floats& w) INLINE_LAMBDA {
         return _mm512_add_ps(_mm512_shuffle_f32x4(v.part[0], w.part[0], 0x44),
                              _mm512_shuffle_f32x4(v.part[0], w.part[0], 0xee));
     };
     __m512 ab = eight(a, b), cd = eight(c, d);
-    __m512 four = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88),
-                                _mm512_shuffle_f32x4(ab, cd, 0xdd));  // a, b, c, d
+    return _mm512_add_ps(
+        _mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+}
+
+// Sum the lanes of 16 vectors, each in the order of `lane_sum`: lane i is the sum of vector(i).
+template <class V>
+INLINE Floats lane_sums(V vector) {
+    auto four = [&](int i) INLINE_LAMBDA {
+        return four_lanes(vector(i), vector(4 + i), vector(8 + i), vector(12 + i));
+    };
+    auto two = [&](int i) INLINE_LAMBDA {
+        __m512 v = four(i), w = four(i + 1);
+        return _mm512_add_ps(_mm512_shuffle_ps(v, w, 0x44), _mm512_shuffle_ps(v, w, 0xee));
+    };
+    __m512 v = two(0), w = two(2);
+    return {_mm512_add_ps(_mm512_shuffle_ps(v, w, 0x88), _mm512_shuffle_ps(v, w, 0xdd))};
+}
+#endif
+
+// Sum the lanes of four vectors, each in the order of `lane_sum`, in fewer instructions.
+INLINE FourFloats lane_sums(const Floats& a, const Floats& b, const Floats& c, const Floats& d) {
+#if defined(__x86_64__)
+#if defined(__AVX512F__)
+    __m512 four = four_lanes(a, b, c, d);
     __m256 first = _mm512_castps512_ps256(four), second = _mm512_extractf32x8_ps(four, 1);
     __m256 even = _mm256_shuffle_ps(first, second, 0x44);
     __m256 odd = _mm256_shuffle_ps(first, second, 0xee);

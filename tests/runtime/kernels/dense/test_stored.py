@@ -200,8 +200,9 @@ def attention(styles: dict[str, str]) -> tuple[Any, Any]:
     [
         dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "q8_0"),
         {"q_proj": "q4_0", "k_proj": "q4_0", "v_proj": "q8_0"},  # o_proj is plain
+        {"k_proj": "q4_0", "o_proj": "q8_0"},
     ],
-    ids=["alike", "mixed"],
+    ids=["alike", "plain output", "plain queries and values"],
 )
 def test_attention_has_the_bits_of_the_expanded_one(styles: dict[str, str]) -> None:
     one, other = attention(styles)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from torch import Tensor
 
+from greenroom.runtime.kernels.native.library import library
 from tests.runtime.kernels.native.experts import TOP_K, Layer, Step, normals, on_one_thread
 from tests.runtime.kernels.native.variants import LIBRARIES, PAIR_FORMS, entries, pair_form
 
@@ -54,3 +57,32 @@ def test_tokens_have_the_same_bits_one_by_one_and_together_in_every_form(hidden)
             got = outputs(layer, x[:tokens], form, LIBRARIES.index(of))
             for each, all_tokens in zip(got, want, strict=True):
                 assert torch.equal(each, all_tokens[:tokens]), (of.variant, form, tokens)
+
+
+def linear_layer(weight: Tensor, x: Tensor, form: bool, of: int) -> Tensor:
+    """The outputs of a linear layer for some input rows, on one thread."""
+    out = torch.zeros(len(x), len(weight), dtype=BFLOAT16)
+    matrix = library().structure("Matrix")(base=weight.data_ptr())
+    call = library().structure("LinearCall")(
+        matrix=ctypes.addressof(matrix), outputs=len(weight), inputs=x.shape[1], rows=len(x),
+        x=x.data_ptr(), out=out.data_ptr(),
+    )  # fmt: skip
+    with pair_form(LIBRARIES[of], form):
+        entries("linear", BFLOAT16)[of](ctypes.addressof(call), False)
+    return out
+
+
+@pytest.mark.parametrize("inputs", [2, 31, 32, 33, 95, 200])
+def test_rows_of_a_linear_layer_have_the_same_bits_in_every_form(inputs):
+    """Two large terms cancel, so what is left shows the order of additions in its first bits."""
+    weight, x = normals(70, inputs).bfloat16(), normals(37, inputs).bfloat16()
+    x[:, 0] = x[:, -1] = 1000
+    weight[:, 0] += 1000
+    weight[:, -1] = -weight[:, 0]
+    want = torch.cat([linear_layer(weight, x[t:][:1], False, 0) for t in range(len(x))])
+    exact = x.double() @ weight.double().T
+    assert (want.double() - exact).abs().max() < 1 + 2**-8 * exact.abs().max()
+    for of, form in FORMS:
+        for rows in (1, 2, 3, 4, 5, 8, 31, 32, 33, 37):
+            got = linear_layer(weight, x[:rows], form, LIBRARIES.index(of))
+            assert torch.equal(got, want[:rows]), (of.variant, form, rows)

@@ -30,6 +30,7 @@ class Projection:
 
     rotary: elements of a head that are rotated
     style:  of the norms of queries and keys; None: they have none
+    kernels: products with an encoded matrix (matrix.py)
     """
 
     kernel: WalledKernel
@@ -38,6 +39,7 @@ class Projection:
     rotary: int
     style: int | None
     encoding: Style | None = None
+    kernels: str = "native"
 
     def __post_init__(self) -> None:
         kernel, shape = self.kernel, (HEADS * self.width, self.hidden)
@@ -46,7 +48,7 @@ class Projection:
             self.weight = kernel.integers(*shape)
             matrix = kernel.plain_matrix(self.weight)
         else:
-            placed = self.placed = PlacedMatrix(kernel, self.encoding, shape)
+            placed = self.placed = PlacedMatrix(kernel, self.encoding, shape, self.kernels)
             self.weight, matrix, self.error = placed.weights, placed.address, placed.error
             self.stride = 8 * self.hidden + placed.scratch
         self.bias = kernel.integers(HEADS, self.width)
@@ -150,6 +152,7 @@ class Attention:
     group: int
     outputs: int
     encoding: Style | None = None
+    kernels: str = "native"
 
     def __post_init__(self) -> None:
         kernel, self.inputs = self.kernel, KEY_HEADS * self.group * self.width
@@ -158,7 +161,7 @@ class Attention:
             self.weight = kernel.integers(self.outputs, self.inputs)
             self.matrix = kernel.plain_matrix(self.weight)
         else:
-            placed = PlacedMatrix(kernel, self.encoding, (self.outputs, self.inputs))
+            placed = PlacedMatrix(kernel, self.encoding, (self.outputs, self.inputs), self.kernels)
             self.placed = placed
             self.weight, self.matrix, self.error = placed.weights, placed.address, placed.error
             self.stride = 8 * self.inputs + placed.scratch

@@ -9,7 +9,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from greenroom.core.layout import PLAIN
 from tests.runtime.kernels.codes import Style
 from tests.runtime.kernels.native.variants import LIBRARIES, PAIR_FORMS, pair_form
 from tests.runtime.kernels.toys import DTYPES
@@ -27,6 +26,7 @@ SMALL = (3, 16, 150)  # of experts: 150 channels are more than a thread claims a
 ALL = (*range(1, 71), 96, 127, 128, 130, 255, 257, 600, 1100)
 BLOCKS = (1, 2, 5)
 ALL_BLOCKS = range(1, 71)
+PAIRED = {"compute_group", "linear", "project", "project_rows", "attend", "attend_rows"}
 ENCODINGS = (Style("q8_0"), Style("q4_k"), Style("mxfp4", "uint8"), Style("affine4", "float16"))
 
 
@@ -58,7 +58,7 @@ class Case:
 
     def has_pairs(self, dtype: torch.dtype | None) -> bool:
         """Does the kernel multiply pairs of bfloat16, by an instruction if there is one?"""
-        return self.kernel == "compute_group" and dtype is torch.bfloat16
+        return self.kernel in PAIRED and dtype is torch.bfloat16
 
     @property
     def symbols(self) -> set[str]:
@@ -67,18 +67,18 @@ class Case:
 
 
 def encoded_cases(
-    kernel: str, check: Callable[[WalledKernel, int, Style], Iterator[Tensor]]
+    kernel: str, check: Callable[..., Iterator[Tensor]], *more: str
 ) -> Iterator[Case]:
-    """Cases with matrices of a few encodings, and with plain ones that a format reads."""
+    """Cases with matrices of a few encodings.
+
+    more: native, precise or rounded (matrix.py), for a `check` that takes it
+    """
     for style in ENCODINGS:
         unit = formats.unit_of(style)
         few = BLOCKS if unit < 256 else BLOCKS[:2]
-        yield Case(kernel, str(style), lambda k, n, s=style: check(k, n, s), unit, few, ALL_BLOCKS)
-
-    def check_plain(kernel: WalledKernel, n: int) -> Iterator[Tensor]:
-        yield from check(kernel, n, Style(PLAIN, str(kernel.dtype)[6:]))
-
-    yield Case(kernel, "plain", check_plain, 32, BLOCKS, ALL_BLOCKS)
+        name, arguments = "-".join((str(style), *more)), (style, *more)
+        run = lambda k, n, a=arguments: check(k, n, *a)  # noqa: E731
+        yield Case(kernel, name, run, unit, few, ALL_BLOCKS)
 
 
 def group_cases() -> Iterator[Case]:
@@ -131,7 +131,9 @@ def project_cases(kernel: str, check: Callable[..., Iterator[Tensor]]) -> Iterat
     """Cases of projections, with and without norms."""
     yield Case(kernel, "hidden", lambda k, n: check(k, Projection(k, n, 12, 6, 0)))
     yield Case(kernel, "width", lambda k, n: check(k, styled_projection(k, n)))
-    yield from encoded_cases(kernel, lambda k, n, s: check(k, Projection(k, n, 20, 20, None, s)))
+    make = lambda k, n, *encoding: check(k, Projection(k, n, 20, 20, None, *encoding))  # noqa: E731
+    yield from encoded_cases(kernel, make)
+    yield from encoded_cases(kernel, make, "rounded")
 
 
 def styled_projection(kernel: WalledKernel, n: int) -> Projection:
@@ -145,9 +147,11 @@ def attend_cases(kernel: str, check: Callable[..., Iterator[Tensor]]) -> Iterato
     yield Case(kernel, "outputs", lambda k, n: check(k, Attention(k, 16, 3, n), 5))
     heads = lambda k, n: check(k, Attention(k, n, 1, 7), 5)  # noqa: E731
     yield Case(kernel, "width", heads, 16, BLOCKS, ALL_BLOCKS)
-    yield from encoded_cases(
-        kernel, lambda k, n, s: check(k, Attention(k, n // KEY_HEADS, 1, 70, s), 3)
+    make = lambda k, n, *encoding: check(  # noqa: E731
+        k, Attention(k, n // KEY_HEADS, 1, 70, *encoding), 3
     )
+    yield from encoded_cases(kernel, make)
+    yield from encoded_cases(kernel, make, "rounded")
 
 
 CASES = (

@@ -259,7 +259,7 @@ def linear_forward(
             call.scratch = thread_scratch(stride)
         else:
             record.point_to(matrix)
-            if size > K:
+            if size > K and dtype is not torch.bfloat16:  # bfloat16 stays as it is
                 floats, sums = input.float(), empty(size // K, N)
                 call.wide, call.sums = floats.data_ptr(), sums.data_ptr()
         enter(addressof(call), wide)

@@ -103,11 +103,10 @@ class OneTokenAttention:
             self.check.require_weight(part)
             self.check.require_no_hooks(part)
         self._verdict_key = type(module), self.dtype, style
-        by_code = any_stored(weights)
-        self._records = [MatrixRecord(each, kernels, by_code) for each in weights]
+        self._records = [MatrixRecord(each, kernels) for each in weights]
         matrices = [each.address for each in self._records]
         inputs = max(self.hidden, self.heads * self.width)
-        self.stride = 4 * inputs + product_scratch(inputs) if by_code else 0
+        self.stride = 4 * inputs + product_scratch(inputs) if any_stored(weights) else 0
         self._project = kernel_entry("project", self.dtype)
         self._attend = kernel_entry("attend", self.dtype)
         self._project_template = self._make_project_call(parts, matrices[:3], style)

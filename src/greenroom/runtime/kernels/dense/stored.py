@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from greenroom.core.layout import ALIGNMENT, SlotLayout, TensorSpec, WeightSpec
+from greenroom.core.layout import ALIGNMENT, SlotLayout, TensorSpec
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.matrix import PANEL, MatrixProduct, unsupported_reason
@@ -206,19 +206,15 @@ class JoinedMatrix:
 class MatrixRecord:
     """The description of a weight matrix that compiled kernels read, at `address`."""
 
-    def __init__(
-        self, weight: Tensor | StoredMatrix, kernels: str = "native", coded: bool = False
-    ) -> None:
+    def __init__(self, weight: Tensor | StoredMatrix, kernels: str = "native") -> None:
         """Describe a weight matrix, encoded or plain, for compiled kernels.
 
         kernels: products with an encoded one: native, precise or rounded (matrix.py)
-        coded: plain weights are read by the code of a format, too
         """
         self._record = library().structure("Matrix")()
         self.address = addressof(self._record)
-        if coded or isinstance(weight, StoredMatrix):
-            spec = weight.spec if isinstance(weight, StoredMatrix) else _plain(weight)
-            self._product = MatrixProduct(spec, weight.dtype, kernels)
+        if isinstance(weight, StoredMatrix):
+            self._product = MatrixProduct(weight.spec, weight.dtype, kernels)
             self._record.format, self._record.layout = self._product.arguments
         self.point_to(weight)
 
@@ -227,11 +223,6 @@ class MatrixRecord:
         self._record.base = (
             weight.address if isinstance(weight, StoredMatrix) else weight.data_ptr()
         )
-
-
-def _plain(weight: Tensor) -> WeightSpec:
-    name = str(weight.dtype).removeprefix("torch.")
-    return SlotLayout.pack([("weight", tuple(weight.shape), name)]).weight("weight")
 
 
 def stored_matrix(module: nn.Module) -> StoredMatrix | JoinedMatrix | None:
@@ -298,19 +289,14 @@ def encoded_matrices(model: nn.Module) -> list[StoredMatrix]:
 
 
 def any_stored(weights: Sequence[Tensor | StoredMatrix]) -> bool:
-    """Check whether any of some weight matrices is in its checkpoint's encoding.
-
-    If one is, compiled kernels read all of them by `MatrixRecord`.
-    """
+    """Check whether any of some weight matrices is in its checkpoint's encoding."""
     return any(isinstance(weight, StoredMatrix) for weight in weights)
 
 
 def all_readable(weights: Sequence[Tensor | StoredMatrix]) -> bool:
     """Check that compiled kernels can read all of some weight matrices."""
-    if not any_stored(weights):
-        return True
-    specs = (w.spec if isinstance(w, StoredMatrix) else _plain(w) for w in weights)
-    return not any(unsupported_reason(spec) for spec in specs)
+    stored = (weight for weight in weights if isinstance(weight, StoredMatrix))
+    return not any(unsupported_reason(weight.spec) for weight in stored)
 
 
 def expanded_bytes(model: nn.Module) -> int:
