@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from greenroom.core.predictor import Inputs
-from greenroom.runtime.graphs import outside_graphs
+from greenroom.runtime.kernels.dense.module_check import InputHook
 from greenroom.runtime.probes.routers import Router
 
 
@@ -22,18 +22,11 @@ class GateInputProbe:
     def __init__(self, routers: Sequence[Router]) -> None:
         self._inputs: list[Tensor | None] = [None] * len(routers)
         self._hooks = [
-            router.module.register_forward_pre_hook(self._make_hook(layer), with_kwargs=True)
+            router.module.register_forward_pre_hook(
+                InputHook(partial(self._inputs.__setitem__, layer)), with_kwargs=True
+            )
             for layer, router in enumerate(routers)
         ]
-
-    def _make_hook(self, layer: int) -> Callable[..., None]:
-        inputs = self._inputs
-
-        @outside_graphs
-        def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inputs[layer] = args[0] if args else kwargs["hidden_states"]
-
-        return capture
 
     def take_tensor(self, layer: int) -> Tensor:
         """Return and forget a router's latest captured input, a tensor [tokens, hidden].

@@ -10,7 +10,9 @@ called one by one.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from greenroom.runtime.kernels.dense.attention import (
 from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 from greenroom.runtime.kernels.dense.patterns import find_router
 from greenroom.runtime.kernels.dense.router import CompiledRouter, RouterCall
+from greenroom.runtime.kernels.dense.token_calls import TokenCalls
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.native.library import library
@@ -105,6 +108,8 @@ class FusedDecoderLayer:
                 self._block_check.require_no_hooks(part)
                 self._block_check.require_same(vars(part), "forward", None)
         self.router = self._compile_router()
+        self._computes_choice = self.router is not None and add_experts is not None
+        self._local = threading.local()  # the thread's `TokenCalls`
         self.forward = layer_forward(self, layer)
 
     def _attention_name(self) -> str:
@@ -161,24 +166,40 @@ class FusedDecoderLayer:
         view = self.attention.reserve(kwargs["past_key_values"])
         if view is None:
             return None
-        # On cold caches each of torch's operations, even a view, takes 10 microseconds.
+        positions = kwargs["position_embeddings"]
+        if self._computes_choice and self._choice_check.passes():
+            return self._compute_token(x, positions, view).view(x.shape)
         residual, state = (torch.empty(1, self.attention.hidden, dtype=x.dtype) for _ in range(2))
         work = self.workspace(view.tokens)
-        stages = self._stages(x, kwargs["position_embeddings"], view, residual, state, work)
+        sequence.run(self._stages(x, positions, view, residual, state, work))
         if self._experts is None or self._add_experts is None or not self._block_check.passes():
-            sequence.run(stages)
             return residual.view(x.shape) + self._block(state.view(x.shape))
-        if self.router is not None and self.router.is_unchanged():
-            call = RouterCall(self.router, state.data_ptr())
-            sequence.run((*stages, *call.stages))
-            return self.compute_from_choice(state, *call.result(), residual).view(x.shape)
-        sequence.run(stages)
         index, weights = self._choose(state)
         return self._add_experts(self._experts, state, index, weights, residual).view(x.shape)
+
+    def _compute_token(self, x: Tensor, positions: Positions, view: KeyValueView) -> Tensor:
+        """Compute a layer whose experts a compiled router chooses: [1, hidden]."""
+        calls: TokenCalls | None = getattr(self._local, "calls", None)
+        if calls is None or not calls.fits(positions, view):
+            calls = self._local.calls = TokenCalls(self, x, positions, view)
+        index, weights = calls.run(x, positions, view.tokens)
+        assert self.router is not None
+        for hook in self.router.input_hooks:
+            hook.observe(calls.state)
+        return self.compute_from_choice(calls.state, index, weights, calls.residual)
 
     def replace_forward(self, forward: Callable[..., Any]) -> None:
         """Replace a decoder layer's forward by a function that wraps the present forward."""
         self.forward = self._layer.forward = forward
+
+    @cached_property
+    def _choice_check(self) -> ModuleCheck:
+        """A check that compiled code can compute the choice of experts, and the experts."""
+        assert self.router is not None
+        guard = ModuleCheck()
+        for each in (self.router.observed_check, self._block_check):
+            guard.include(each)
+        return guard
 
     @property
     def check(self) -> ModuleCheck:
