@@ -23,7 +23,7 @@ class CallBlock:
     arguments: the arguments of all calls, as int64; `index` finds a field
     """
 
-    __slots__ = ("_count", "_first", "_region", "_run", "_starts", "_types", "arguments")
+    __slots__ = ("_count", "_region", "_run", "_starts", "_types", "arguments", "first")
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         """Copy the arguments of kernel calls into one block of memory."""
@@ -43,7 +43,7 @@ class CallBlock:
             each.kernel, each.call = entry.address, address + 8 * start
             ctypes.memmove(each.call, address_of(arguments), memoryview(arguments).nbytes)
         del place, listed, each
-        self._first, self._region = self.arguments[:], address
+        self.first, self._region = self.arguments[:], address
         self._count = region.count.offset // 8
         self._run = kernel_entry("run_stages")
 
@@ -58,11 +58,11 @@ class CallBlock:
     def keep(self, *indices: int) -> None:
         """Make the present values of some arguments those that `reset` sets."""
         for index in indices:
-            self._first[index] = self.arguments[index]
+            self.first[index] = self.arguments[index]
 
     def reset(self) -> array[int]:
         """Set all arguments to those of the first launch, and return them."""
-        self.arguments[:] = self._first
+        self.arguments[:] = self.first
         return self.arguments
 
     def launch(self, count: int = 0) -> None:
