@@ -111,7 +111,8 @@ def experts_with_residual(
 ) -> Tensor:
     """Return an MoE layer's expert output plus a residual, on a CPU and without gradients.
 
-    Shapes are those of `experts_forward`; the residual and the result are [tokens, hidden].
+    Shapes are those of `experts_forward`; the residual and the result are [tokens, hidden], or
+    [1, tokens, hidden].
     """
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
@@ -188,6 +189,8 @@ def _step(
 ) -> Tensor:
     needs_weights = binding.uses_weights or binding.approximates
     chosen, weights = to_host(top_k_index, top_k_weights if needs_weights else None)
+    if len(chosen) == 1:
+        chosen = chosen.copy()  # a compiled router reuses the memory
     if binding.on_routing is not None:
         binding.on_routing(binding.layer, chosen)
 

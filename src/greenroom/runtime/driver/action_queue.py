@@ -20,12 +20,14 @@ class ActionQueue(deque[ComputeGroup | Finish]):
         super().__init__()
         self.changed = threading.Condition()
         self.closed = self.interrupted = False
+        self._waiting = False  # does a thread wait for `changed`?
         self.broken: BaseException | None = None
         self.host_error: BaseException | None = None  # raised by a job of the host processor
 
     def put(self, action: ComputeGroup | Finish) -> None:
         self.append(action)
-        self.changed.notify_all()
+        if self._waiting:
+            self.changed.notify_all()
 
     def wait(self) -> None:
         """Wait until another thread changes the driver's state.
@@ -37,7 +39,13 @@ class ActionQueue(deque[ComputeGroup | Finish]):
         if (error := self.host_error) is not None:
             self.host_error = None
             raise error
+        self.wait_for_change()
+
+    def wait_for_change(self) -> None:
+        """Wait until another thread changes the driver's state, whatever happened before."""
+        self._waiting = True
         self.changed.wait()
+        self._waiting = False
 
     def check_open(self) -> None:
         """Raise ClosedError if the model was detached or its expert cache is unusable."""

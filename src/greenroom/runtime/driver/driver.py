@@ -305,6 +305,8 @@ class Driver:
 
     def _execute(self, action: Action, now: float) -> None:
         match action:
+            case ComputeGroup() | Finish():
+                self._actions.put(action)
             case StartChunk():
                 if action.first_of_piece and action.slot >= 0:
                     pool, number = self.slots.at(action.slot)
@@ -317,8 +319,6 @@ class Driver:
                 self.meter.links[action.link].chunk_started(now)
                 self._chunk_starts[action.link, action.lane] = now
                 self._copier.start(action)
-            case ComputeGroup() | Finish():
-                self._actions.put(action)
             case Move():
                 (pool, number), (_, target) = map(self.slots.at, (action.source, action.target))
                 pool.move(number, target)
@@ -330,6 +330,8 @@ class Driver:
         if self._overlapped_work is not None and not self._actions:
             work, self._overlapped_work = self._overlapped_work, None
             work()
+        if self._actions:  # only this thread takes actions, so it needs no lock
+            return self._actions.popleft()
         with self._changed:
             if not self._actions:
                 begin, cause = time.perf_counter(), self._stall_cause()
@@ -382,7 +384,7 @@ class Driver:
             if self.scheduler.step is not None and self._actions.broken is None:
                 self._handle_locked(Cancelled())
                 while not self._actions and self._actions.broken is None:
-                    self._changed.wait()
+                    self._actions.wait_for_change()
             self._actions.clear()
 
     def close(self) -> None:

@@ -81,7 +81,8 @@ class TokenExperts:
         """Begin a step for one token; return False if its inputs are of another kind.
 
         chosen, weights: ids of the chosen experts, and their gate weights, [1, top_k]
-        x, residual: [1, H]; the residual is added to the result
+        x: [1, H]
+        residual: H items of any shape, which is the result's; it is added to the result
         """
         dtype, k = self._layer.dtype, self._top_k
         if x.dtype is not dtype or chosen.shape != (1, k) or not x.is_contiguous():
@@ -95,7 +96,7 @@ class TokenExperts:
             return False
         if weights.dtype is not self._weights_dtype or not weights.is_contiguous():
             weights = weights.to(self._weights_dtype).contiguous()
-        self.result = torch.empty_like(x)
+        self.result = torch.empty_like(x if residual is None else residual)
         self._inputs = x, weights, residual  # kept alive: kernels read them until the last group
         self.experts = self._choice[:k] = np.array(experts, np.int64)
         self._choice[-k:] = ranks

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,8 +40,7 @@ class GateInputProbe:
             raise ValueError(
                 f"no input of the router of layer {layer} was captured: its forward was not called"
             )
-        hidden = hidden.detach()
-        return hidden.reshape(-1, hidden.shape[-1])
+        return hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
 
     def take_if_captured(self, layer: int, copy: bool = True) -> Inputs | None:
         """Return and forget a router's latest captured input; None if there is none.
@@ -56,8 +57,7 @@ class GateInputProbe:
 
         Raises ValueError if the router was not called since the previous input was taken.
         """
-        values: Inputs = self.take_tensor(layer).to("cpu", torch.float32).numpy()
-        return values
+        return _floats(self.take_tensor(layer))
 
     def detach(self) -> None:
         """Remove the hooks from a model's routers, and drop captured inputs.
@@ -68,3 +68,18 @@ class GateInputProbe:
             hook.remove()
         self._hooks.clear()
         self._inputs[:] = [None] * len(self._inputs)
+
+
+def _floats(hidden: Tensor) -> Inputs:
+    """Convert hidden states [tokens, hidden] to float32.
+
+    torch's operations let other threads have Python's lock, so those of one token take ten times
+    as long while experts are read.
+    """
+    if len(hidden) == 1 and hidden.dtype is torch.bfloat16 and not hidden.is_cuda:
+        memory = (ctypes.c_uint16 * hidden.shape[1]).from_address(hidden.contiguous().data_ptr())
+        bits = np.frombuffer(memory, np.uint16).astype(np.uint32)
+        converted: Inputs = (bits << 16).view(np.float32)[None]
+        return converted
+    values: Inputs = hidden.detach().to("cpu", torch.float32).numpy()
+    return values

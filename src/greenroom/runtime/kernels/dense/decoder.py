@@ -168,7 +168,8 @@ class FusedDecoderLayer:
             return None
         positions = kwargs["position_embeddings"]
         if self._computes_choice and self._choice_check.passes():
-            return self._compute_token(x, positions, view).view(x.shape)
+            out = self._compute_token(x, positions, view)
+            return out if out.dim() == x.dim() else out.view(x.shape)
         residual, state = (torch.empty(1, self.attention.hidden, dtype=x.dtype) for _ in range(2))
         work = self.workspace(view.tokens)
         sequence.run(self._stages(x, positions, view, residual, state, work))
@@ -178,7 +179,7 @@ class FusedDecoderLayer:
         return self._add_experts(self._experts, state, index, weights, residual).view(x.shape)
 
     def _compute_token(self, x: Tensor, positions: Positions, view: KeyValueView) -> Tensor:
-        """Compute a layer whose experts a compiled router chooses: [1, hidden]."""
+        """Compute a layer whose experts a compiled router chooses; the result has `hidden` items."""
         calls: TokenCalls | None = getattr(self._local, "calls", None)
         if calls is None or not calls.fits(positions, view):
             calls = self._local.calls = TokenCalls(self, x, positions, view)

@@ -23,7 +23,7 @@ _local = threading.local()
 class TokenCalls:
     """A decoder layer's kernel calls up to its choice of experts, for one thread and KV cache.
 
-    residual, state: the layer's results before its experts, [1, hidden]
+    residual, state: the layer's results before its experts, like x and [1, hidden]
     """
 
     def __init__(
@@ -35,7 +35,8 @@ class TokenCalls:
         # Weak references: the calls must not keep a finished request's cache in memory.
         self._views = ref(view.keys), ref(view.values)
         self._max_tokens = view.tokens + AHEAD
-        self.residual, self.state = torch.empty(2, 1, attention.hidden, dtype=x.dtype).unbind()
+        self.residual = torch.empty_like(x)
+        self.state = torch.empty(1, attention.hidden, dtype=x.dtype)
         self._work = _thread_work(layer.workspace(self._max_tokens))
         stages, self._choice = layer.stages_to_choice(
             x, positions, view, self.residual, self.state, self._work
@@ -53,8 +54,7 @@ class TokenCalls:
             for field in some
         ]
         self._tokens = [index(*field) for field in fields.tokens]
-        choice = len(stages) - 1
-        self._ids, self._chosen = index(choice, "ids"), index(choice, "chosen")
+        self._chosen = index(len(stages) - 1, "chosen")
 
     def fits(self, positions: Positions, view: KeyValueView) -> bool:
         """Check that the addresses in the calls are valid for a token."""
@@ -70,7 +70,10 @@ class TokenCalls:
         )
 
     def run(self, x: Tensor, positions: Positions, tokens: int) -> tuple[Tensor, Tensor]:
-        """Compute the layer up to its choice; return (expert ids, gate weights), [1, top_k]."""
+        """Compute the layer up to its choice; return (expert ids, gate weights), [1, top_k].
+
+        The next token reuses their memory.
+        """
         arguments = self._block.reset()
         for indices, tensor in zip(self._inputs, (x, *positions), strict=True):
             address = tensor.data_ptr()
@@ -80,11 +83,9 @@ class TokenCalls:
             arguments[index] = start + tokens * nbytes
         for index in self._tokens:
             arguments[index] = tokens
-        ids = torch.empty_like(self._choice.ids)  # observers may keep it
-        arguments[self._ids] = ids.data_ptr()
         self._block.launch()
         if arguments[self._chosen]:
-            return ids, self._choice.weights
+            return self._choice.ids, self._choice.weights
         return self._choice.choose_by_torch()
 
 
