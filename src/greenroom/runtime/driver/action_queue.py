@@ -13,12 +13,14 @@ class ActionQueue(deque[ComputeGroup | Finish]):
     """Queue of expert groups that a model's forward pass computes, with the driver's errors.
 
     A step is the computation of one MoE layer; its last action is a `Finish`. Callers of `put`,
-    `wait` and `mark_broken` hold the lock `changed`; `interrupt` takes it; the checks need no lock.
+    `wait` and `mark_broken` hold `lock`, which is that of `changed`; `interrupt` takes it; the
+    checks need no lock. `with lock` runs no Python, unlike `with changed`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.closed = self.interrupted = False
         self._waiting = False  # does a thread wait for `changed`?
         self.broken: BaseException | None = None

@@ -76,7 +76,7 @@ class Driver:
         self.timeline: Timeline | None = None
         self.links, self._store, self.host_memory = links, store, host_memory
         self._actions = ActionQueue()
-        self._changed = self._actions.changed
+        self._lock, self._changed = self._actions.lock, self._actions.changed
         self.predictions = Predictions(
             foresight, guard, self._actions, self.meter, lambda: self.all_have_slots, self._handle,
             worker=predict_in_worker,
@@ -92,7 +92,7 @@ class Driver:
 
     def begin_pass(self, at: PassStart) -> None:
         """Begin a forward pass of the model: start its clock and predict its experts."""
-        with self._changed:
+        with self._lock:
             self._request, self._prefill = at.request, at.prefill
             self._pass_start = time.perf_counter(), self.meter.stall_s, at.tokens
             self.scheduler.idle.end()
@@ -178,14 +178,16 @@ class Driver:
                     self.timeline.add_group(layer, ComputeGroup(pieces, slots), begin)
                 return
             self._overlapped_work, self._error = overlapped_work, None
-            misses = self.scheduler.view.misses
+            counts = self.scheduler.counts
+            misses = counts.misses
             self.predictions.reached(self._pass, layer)
             try:
                 self._handle(Routed(
                     self._pass, layer, pieces, self._request, rows, weights, self._prefill,
                     tail_weights, device_only=prepare_host_job is None,
                 ))  # fmt: skip
-                self.miss_counts[layer] += self.scheduler.view.misses - misses
+                if missed := counts.misses - misses:
+                    self.miss_counts[layer] += missed
                 self.predictions.routed(layer, observe_routing)
                 action = self._compute(layer, compute, prepare_host_job)
             except BaseException:
@@ -224,7 +226,7 @@ class Driver:
         def done(error: BaseException | None) -> None:
             if self.timeline is not None:
                 self.timeline.add_group(layer, action, begin)
-            with self._changed:
+            with self._lock:
                 if error is not None:
                     self._actions.host_error = self._actions.host_error or error
                     self._changed.notify_all()
@@ -268,7 +270,7 @@ class Driver:
                 return
             self.slots.grow(capacity, scope)
             self._handle(Resized(capacity, scope=scope))
-            with self._changed:  # prefetches in flight land first
+            with self._lock:  # prefetches in flight land first
                 while self.scheduler.view.resizing:
                     self._actions.wait()
         least, most = self.capacity_range
@@ -290,7 +292,7 @@ class Driver:
             self._actions.check_interrupted()
 
     def _handle(self, event: Event) -> None:
-        with self._changed:
+        with self._lock:
             self._handle_locked(event)
 
     def _handle_locked(self, event: Event) -> None:
@@ -332,7 +334,7 @@ class Driver:
             work()
         if self._actions:  # only this thread takes actions, so it needs no lock
             return self._actions.popleft()
-        with self._changed:
+        with self._lock:
             if not self._actions:
                 begin, cause = time.perf_counter(), self._stall_cause()
                 while not self._actions:
@@ -353,7 +355,7 @@ class Driver:
 
     def _on_delivery(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
         """Handle a chunk of an expert that arrived or failed, in a copier's thread."""
-        with self._changed:
+        with self._lock:
             if self._actions.broken is None:
                 try:
                     self._handle_delivery(action, nbytes, error)
@@ -378,7 +380,7 @@ class Driver:
         """Abandon the current step; wait for its reads and host job, which cannot be cancelled."""
         if self._host is not None:
             self._host.wait()
-        with self._changed:
+        with self._lock:
             self._actions.host_error = None
             self._actions.clear()
             if self.scheduler.step is not None and self._actions.broken is None:

@@ -87,7 +87,7 @@ class TokenExperts:
         dtype, k = self._layer.dtype, self._top_k
         if x.dtype is not dtype or chosen.shape != (1, k) or not x.is_contiguous():
             return False
-        ids = chosen[0].tolist()
+        (ids,) = chosen.tolist()
         ranks = sorted(range(k), key=ids.__getitem__)
         experts = [ids[rank] for rank in ranks]
         if experts[-1] >= self._layer.num_experts or len({*experts}) < k:

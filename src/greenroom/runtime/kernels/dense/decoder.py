@@ -95,6 +95,7 @@ class FusedDecoderLayer:
             self._parts_check.require_weight(norm)
         for part in (*norms, attention.module):
             self._parts_check.require_no_hooks(part)
+        self._parts_check.include(attention.check)
         self._norm_entry = kernel_entry("add_and_norm", attention.dtype)
         self._norm = library().structure("NormCall")
         self._input_norm, self._post_norm = (
@@ -151,7 +152,7 @@ class FusedDecoderLayer:
         The layer's submodules must be unchanged and without hooks, and x must be one token in
         the layer's dtype.
         """
-        return self._parts_check.passes() and self.attention.accepts(
+        return self._parts_check.passes() and self.attention.accepts_inputs(
             x,
             kwargs.get("position_embeddings"),
             kwargs.get("attention_mask"),
@@ -208,7 +209,7 @@ class FusedDecoderLayer:
         assert self.router is not None
         guard = ModuleCheck()
         guard.require_same(vars(self._layer), "forward", self.forward)
-        for each in (self.router.check, self._block_check, self._parts_check, self.attention.check):
+        for each in (self.router.check, self._block_check, self._parts_check):
             guard.include(each)
         return guard
 
