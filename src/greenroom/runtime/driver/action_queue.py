@@ -43,6 +43,12 @@ class ActionQueue(deque[ComputeGroup | Finish]):
             raise error
         self.wait_for_change()
 
+    def wait_for_action(self) -> None:
+        """Wait for the next action; raises Interrupted, and the errors of `wait`."""
+        while not self:
+            self.check_interrupted()
+            self.wait()
+
     def wait_for_change(self) -> None:
         """Wait until another thread changes the driver's state, whatever happened before."""
         self._waiting = True

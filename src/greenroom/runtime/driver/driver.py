@@ -178,16 +178,14 @@ class Driver:
                     self.timeline.add_group(layer, ComputeGroup(pieces, slots), begin)
                 return
             self._overlapped_work, self._error = overlapped_work, None
-            counts = self.scheduler.counts
-            misses = counts.misses
+            counts, misses = self.scheduler.counts, self.scheduler.counts.misses
             self.predictions.reached(self._pass, layer)
             try:
                 self._handle(Routed(
                     self._pass, layer, pieces, self._request, rows, weights, self._prefill,
                     tail_weights, device_only=prepare_host_job is None,
                 ))  # fmt: skip
-                if missed := counts.misses - misses:
-                    self.miss_counts[layer] += missed
+                self.miss_counts[layer] += counts.misses - misses
                 self.predictions.routed(layer, observe_routing)
                 action = self._compute(layer, compute, prepare_host_job)
             except BaseException:
@@ -208,7 +206,7 @@ class Driver:
                 self._start_host_job(action, prepare_host_job)
                 continue
             begin = time.perf_counter()
-            compute(action.experts - first, action.slots, *([action.part] if has_parts else []))
+            compute(action.experts - first, action.slots, *((action.part,) if has_parts else ()))
             if not self._prefill:
                 self.meter.computed_s += time.perf_counter() - begin
             if self.timeline is not None:
@@ -337,9 +335,7 @@ class Driver:
         with self._lock:
             if not self._actions:
                 begin, cause = time.perf_counter(), self._stall_cause()
-                while not self._actions:
-                    self._actions.check_interrupted()
-                    self._actions.wait()
+                self._actions.wait_for_action()
                 end = time.perf_counter()
                 self.meter.stalls[cause] += end - begin
                 if self.timeline is not None:

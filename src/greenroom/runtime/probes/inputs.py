@@ -78,7 +78,7 @@ def _floats(hidden: Tensor) -> Inputs:
     """
     if len(hidden) == 1 and hidden.dtype is torch.bfloat16 and not hidden.is_cuda:
         memory = (ctypes.c_uint16 * hidden.shape[1]).from_address(hidden.contiguous().data_ptr())
-        bits = np.frombuffer(memory, np.uint16).astype(np.uint32)
+        bits = np.frombuffer(memoryview(memory), np.uint16).astype(np.uint32)
         converted: Inputs = (bits << 16).view(np.float32)[None]
         return converted
     values: Inputs = hidden.detach().to("cpu", torch.float32).numpy()

@@ -180,7 +180,7 @@ class FusedDecoderLayer:
         return self._add_experts(self._experts, state, index, weights, residual).view(x.shape)
 
     def _compute_token(self, x: Tensor, positions: Positions, view: KeyValueView) -> Tensor:
-        """Compute a layer whose experts a compiled router chooses; the result has `hidden` items."""
+        """Compute a layer whose experts a compiled router chooses: `hidden` numbers."""
         calls: TokenCalls | None = getattr(self._local, "calls", None)
         if calls is None or not calls.fits(positions, view):
             calls = self._local.calls = TokenCalls(self, x, positions, view)

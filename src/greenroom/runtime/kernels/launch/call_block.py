@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
-from greenroom.runtime.kernels.launch.sequence import Arguments, Stage, address_of
+from greenroom.runtime.kernels.launch.sequence import Stage, address_of
 from greenroom.runtime.kernels.native.library import library
 
 
