@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 
 from greenroom.core.events import ComputeGroup, Finish
 from greenroom.errors import ClosedError, Interrupted
+from greenroom.runtime.driver.change_signal import ChangeSignal
 
 
 class ActionQueue(deque[ComputeGroup | Finish]):
@@ -19,17 +19,15 @@ class ActionQueue(deque[ComputeGroup | Finish]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
+        self.changed = ChangeSignal()
+        self.lock = self.changed.lock
         self.closed = self.interrupted = False
-        self._waiting = False  # does a thread wait for `changed`?
         self.broken: BaseException | None = None
         self.host_error: BaseException | None = None  # raised by a job of the host processor
 
     def put(self, action: ComputeGroup | Finish) -> None:
         self.append(action)
-        if self._waiting:
-            self.changed.notify_all()
+        self.changed.notify_all()
 
     def wait(self) -> None:
         """Wait until another thread changes the driver's state.
@@ -41,19 +39,13 @@ class ActionQueue(deque[ComputeGroup | Finish]):
         if (error := self.host_error) is not None:
             self.host_error = None
             raise error
-        self.wait_for_change()
+        self.changed.wait()
 
     def wait_for_action(self) -> None:
         """Wait for the next action; raises Interrupted, and the errors of `wait`."""
         while not self:
             self.check_interrupted()
             self.wait()
-
-    def wait_for_change(self) -> None:
-        """Wait until another thread changes the driver's state, whatever happened before."""
-        self._waiting = True
-        self.changed.wait()
-        self._waiting = False
 
     def check_open(self) -> None:
         """Raise ClosedError if the model was detached or its expert cache is unusable."""

@@ -382,7 +382,7 @@ class Driver:
             if self.scheduler.step is not None and self._actions.broken is None:
                 self._handle_locked(Cancelled())
                 while not self._actions and self._actions.broken is None:
-                    self._actions.wait_for_change()
+                    self._changed.wait()
             self._actions.clear()
 
     def close(self) -> None:
