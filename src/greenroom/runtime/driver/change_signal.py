@@ -7,10 +7,11 @@ from queue import SimpleQueue
 
 
 class ChangeSignal:
-    """A lock with a signal to the threads that wait for a change, for use in `with`.
+    """A lock with a signal to the threads that wait for a change.
 
-    It is a `threading.Condition` that runs less Python: while experts are read, a thread waits and
-    is woken several times in a layer. A wait may end without a change, so callers wait in a loop.
+    It is used in `with`, as a `threading.Condition` is, but runs less Python: while experts are
+    read, a thread waits and is woken several times in a layer. A wait may end without a change, so
+    callers wait in a loop.
 
     lock: the lock itself, which runs no Python in `with`
     """

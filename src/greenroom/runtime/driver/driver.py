@@ -178,14 +178,14 @@ class Driver:
                     self.timeline.add_group(layer, ComputeGroup(pieces, slots), begin)
                 return
             self._overlapped_work, self._error = overlapped_work, None
-            counts, misses = self.scheduler.counts, self.scheduler.counts.misses
+            misses = self.scheduler.view.misses
             self.predictions.reached(self._pass, layer)
             try:
                 self._handle(Routed(
                     self._pass, layer, pieces, self._request, rows, weights, self._prefill,
                     tail_weights, device_only=prepare_host_job is None,
                 ))  # fmt: skip
-                self.miss_counts[layer] += counts.misses - misses
+                self.miss_counts[layer] += self.scheduler.view.misses - misses
                 self.predictions.routed(layer, observe_routing)
                 action = self._compute(layer, compute, prepare_host_job)
             except BaseException:

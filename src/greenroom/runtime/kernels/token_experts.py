@@ -134,11 +134,11 @@ class ThreadTokenExperts(threading.local):
 
     def __init__(self, kernel: object, layer: LayerExperts) -> None:
         self._kernel, self._layer = kernel, layer
-        self._made: dict[tuple[int, torch.dtype], TokenExperts | None] = {}
+        self._by_key: dict[tuple[int, torch.dtype], TokenExperts | None] = {}
 
     def of(self, top_k: int, weights: torch.dtype) -> TokenExperts | None:
         """Return the calling thread's calls, made at their first use; None if there are none."""
         key = top_k, weights
-        if key not in self._made:
-            self._made[key] = TokenExperts.of(self._kernel, self._layer, *key)
-        return self._made[key]
+        if key not in self._by_key:
+            self._by_key[key] = TokenExperts.of(self._kernel, self._layer, *key)
+        return self._by_key[key]

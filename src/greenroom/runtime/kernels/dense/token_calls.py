@@ -1,4 +1,7 @@
-"""Kernel calls of a decoder layer for one token, built once and patched for every token."""
+"""Kernel calls of a decoder layer for one token.
+
+They are built once, and patched for every token.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ _local = threading.local()
 
 
 class TokenCalls:
-    """A decoder layer's kernel calls up to its choice of experts, for one thread and KV cache.
+    """A decoder layer's kernel calls up to its choice of experts.
+
+    They are for one thread and one KV cache.
 
     residual, state: the layer's results before its experts, like x and [1, hidden]
     """
