@@ -76,7 +76,7 @@ def _floats(hidden: Tensor) -> Inputs:
     torch's operations let other threads have Python's lock, so those of one token take ten times
     as long while experts are read.
     """
-    if len(hidden) == 1 and hidden.dtype is torch.bfloat16 and not hidden.is_cuda:
+    if len(hidden) == 1 and hidden.dtype is torch.bfloat16 and hidden.is_cpu:
         memory = (ctypes.c_uint16 * hidden.shape[1]).from_address(hidden.contiguous().data_ptr())
         bits = np.frombuffer(memoryview(memory), np.uint16).astype(np.uint32)
         converted: Inputs = (bits << 16).view(np.float32)[None]
