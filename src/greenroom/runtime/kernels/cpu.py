@@ -345,11 +345,11 @@ class CpuKernel(Kernel):
         Return (address, `stride`): each of torch's OpenMP threads uses `stride` bytes from the
         address on. The thread's later calls reuse the memory, which moves when it grows.
         """
-        return self._memory("scratch", stride * torch.get_num_threads()), stride
+        return self._memory("buffer", stride * torch.get_num_threads()), stride
 
     def buffer(self, floats: int) -> int:
         """Return the address of float32 memory for one token's step in the calling thread."""
-        return self._memory("buffer", 4 * floats)
+        return self._memory("token", 4 * floats)
 
     def _memory(self, name: str, nbytes: int) -> int:
         memory: Tensor | None = getattr(self._local, name, None)
