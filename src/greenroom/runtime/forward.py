@@ -21,6 +21,7 @@ from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.dense.decoder import ExpertsKey
 from greenroom.runtime.kernels.resident.one_token import OneTokenExperts
 from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.token_experts import ThreadTokenExperts
 from greenroom.runtime.no_gradient import without_gradient
 from greenroom.runtime.slots.resident_tables import SlotTables
 
@@ -44,6 +45,11 @@ class Binding:
     on_routing: Callable[[int, Ids], None] | None  # called with the layer and the chosen experts
     # By top_k and the weights' type; None if the layer has no such kernel.
     one_token: dict[tuple[int, torch.dtype], OneTokenExperts | None] = field(default_factory=dict)
+    token_experts: ThreadTokenExperts = field(init=False)
+
+    def __post_init__(self) -> None:
+        token_experts = ThreadTokenExperts(self.kernel, self.experts)
+        object.__setattr__(self, "token_experts", token_experts)
 
     def one_token_experts(self, top_k: int, weights: torch.dtype) -> OneTokenExperts | None:
         """Return the kernel for a single token's experts, made at its first use.
@@ -105,7 +111,8 @@ def experts_with_residual(
 ) -> Tensor:
     """Return an MoE layer's expert output plus a residual, on a CPU and without gradients.
 
-    Shapes are those of `experts_forward`; the residual and the result are [tokens, hidden].
+    Shapes are those of `experts_forward`; the residual and the result are [tokens, hidden], or
+    [1, tokens, hidden].
     """
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
@@ -182,9 +189,27 @@ def _step(
 ) -> Tensor:
     needs_weights = binding.uses_weights or binding.approximates
     chosen, weights = to_host(top_k_index, top_k_weights if needs_weights else None)
-    routing, kernel = Routing.of(chosen, binding.experts.num_experts), binding.kernel
+    if len(chosen) == 1:
+        chosen = chosen.copy()  # a compiled router reuses the memory
     if binding.on_routing is not None:
         binding.on_routing(binding.layer, chosen)
+
+    def observe_routing(inputs: bool) -> LayerRouting:
+        captured = binding.router_inputs(inputs) if binding.router_inputs else None
+        return LayerRouting(binding.layer, chosen, inputs=captured)
+
+    if len(chosen) == 1 and weights is None and not binding.counts_tokens:
+        token = binding.token_experts.of(chosen.shape[1], top_k_weights.dtype)
+        if token is not None and token.begin(chosen, hidden_states, top_k_weights, residual):
+            binding.driver.step(
+                binding.layer,
+                token.experts,
+                token.compute_group,
+                observe_routing=observe_routing,
+                overlapped_work=binding.overlapped_work,
+            )
+            return token.result
+    routing, kernel = Routing.of(chosen, binding.experts.num_experts), binding.kernel
     step = kernel.begin(binding.experts, hidden_states, routing, top_k_weights)
     step.residual = residual
     read: list[int] = []  # slots that the next mark is behind
@@ -199,10 +224,6 @@ def _step(
 
     def prepare_host_job(experts: Any, slots: Any) -> Callable[[], None]:
         return kernel.host_job(step, experts.tolist(), slots.tolist())
-
-    def observe_routing(inputs: bool) -> LayerRouting:
-        captured = binding.router_inputs(inputs) if binding.router_inputs else None
-        return LayerRouting(binding.layer, chosen, inputs=captured)
 
     co_compute = kernel.host_job is not None
     rows, sums = (None, None) if weights is None else routing.counts_and_weights(weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.forward import BINDING, experts_forward, experts_with_residual
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer
+from greenroom.runtime.kernels.dense.module_check import InputHook
+from greenroom.runtime.kernels.dense.router import CompiledRouter
 from greenroom.runtime.kernels.resident.fused_layers import FusedLayers
 from tests.models import cached_tiny
 
@@ -215,6 +218,27 @@ def test_whoever_listens_changes_no_bit(name, monkeypatch):
         assert len(heard) == 7 * len(routers)
         for hook in hooks:
             hook.remove()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_a_predictor_that_reads_a_router_s_input_changes_no_bit(name, monkeypatch):
+    with served(name, 8) as model:
+        wanted = tokens(model)
+        routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+        seen: list[Tensor] = []
+        for router in routers:
+            hook = InputHook(lambda x: seen.append(x.clone().view(-1)))
+            router.register_forward_pre_hook(hook, with_kwargs=True)
+        monkeypatch.setattr(CompiledRouter, "__call__", None)  # no router is called by itself
+        assert torch.equal(tokens(model), wanted)
+        one_token = [x for x in seen if x.numel() == WIDE["hidden_size"]]
+        assert len(one_token) == 6 * len(routers) > 0
+        heard: list[Tensor] = []
+        routers[0].register_forward_pre_hook(lambda _, args: heard.append(args[0]))
+        monkeypatch.undo()
+        assert torch.equal(tokens(model), wanted)
+        assert len(heard) == 7
+        assert not any(torch.equal(a, b) for a, b in pairwise(heard[1:]))  # their own memory
 
 
 def test_a_timeline_shows_every_step(tmp_path):

@@ -155,6 +155,20 @@ def test_detached_probes_capture_nothing() -> None:
         inputs.take_array(1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_captured_inputs_are_converted_exactly(tokens: int, dtype: torch.dtype) -> None:
+    model = make("qwen3_moe").eval()
+    routers = find_routers(model, experts_of(model))
+    inputs = GateInputProbe(routers)
+    x = (torch.randn(tokens, 32) * 1e3).to(dtype)
+    x[0, :4] = torch.tensor([0.0, -0.0, float("inf"), float("nan")])
+    (hook,) = routers[0].module._forward_pre_hooks.values()
+    hook(routers[0].module, (x,), {})
+    wanted = x.float().numpy()
+    assert np.array_equal(inputs.take_array(0).view(np.int32), wanted.view(np.int32))
+
+
 def test_calls_of_a_router_run_no_hooks() -> None:
     model = make("deepseek_v3").eval()
     routers = find_routers(model, experts_of(model))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from greenroom.core.cache import serving
-from greenroom.core.cache.bound import bind
+from greenroom.core.cache.bound import bind_steadily
 from greenroom.core.cache.scope import Scope
 from greenroom.core.cache.state import empty_state, group_sizes, preload
 from greenroom.core.pieces import Ints, Pieces
@@ -78,7 +78,7 @@ class Cache:
     ) -> None:
         self.pieces, self.policy, self.scope = pieces, policy, scope
         self._layers = pieces.layers
-        self._bound = bind(policy)
+        self._bound = bind_steadily(policy)
         if pieces.devices > 1 and policy.needs_trace:
             raise UsageError(
                 f"policy {policy.name} must know the whole trace, which works on one device only,"
@@ -99,8 +99,7 @@ class Cache:
         # Of each policy: the last request, and the requests counted so far.
         self._last_seen = [(-1, 0)] * pieces.devices
         # Steps not yet reported to each device's policy: pieces, and a row of `serving.serve`.
-        self._unreported: list[list[tuple[Ints, tuple[int, ...]]]]
-        self._unreported = [[] for _ in self._device_states]
+        self._unreported: list[list[tuple[Ints, tuple[int, ...]]]] = [[] for _ in self._last_seen]
         self._most_hits = 1 if policy.weighs else MOST_HITS  # rows and weights are not stored
         # Of the last step of hits: pinned before a policy chooses a victim.
         self._unpinned = NO_PIECES
@@ -234,9 +233,10 @@ class Cache:
         log.clear()
         if self._unpinned.size:
             self.pin_hits()
-        misses: int = self._bound.serve(
+        serve = self._bound.serve
+        misses: int = (serve.function if rows.size or weights.size else serve)(
             self._device_states[device], self._policy_states[device],
-            np.concatenate(pieces) if len(pieces) > 1 else pieces[0], rows, weights,
+            np.concatenate(pieces, dtype=np.int64), rows, weights,
             np.array(steps), pinned, fill, without_slot, out,
         )  # fmt: skip
         if misses < 0:

@@ -19,7 +19,8 @@ def to_host(index: Tensor, weights: Tensor | None) -> tuple[NDArray[np.int64], A
     index [tokens, top_k] becomes int64; weights [tokens, top_k] become float32, None stays None.
     On a GPU the copy waits for all work launched before: the only synchronisation of a layer.
     """
-    index = index.to(torch.int64)
+    if index.dtype is not torch.int64:
+        index = index.to(torch.int64)
     weights = None if weights is None else weights.float()
     if not index.is_cuda:
         return index.numpy(), None if weights is None else weights.numpy()

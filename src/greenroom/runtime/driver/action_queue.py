@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 
 from greenroom.core.events import ComputeGroup, Finish
 from greenroom.errors import ClosedError, Interrupted
+from greenroom.runtime.driver.change_signal import ChangeSignal
 
 
 class ActionQueue(deque[ComputeGroup | Finish]):
     """Queue of expert groups that a model's forward pass computes, with the driver's errors.
 
     A step is the computation of one MoE layer; its last action is a `Finish`. Callers of `put`,
-    `wait` and `mark_broken` hold the lock `changed`; `interrupt` takes it; the checks need no lock.
+    `wait` and `mark_broken` hold `lock`, which is that of `changed`; `interrupt` takes it; the
+    checks need no lock. `with lock` runs no Python, unlike `with changed`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.changed = threading.Condition()
+        self.changed = ChangeSignal()
+        self.lock = self.changed.lock
         self.closed = self.interrupted = False
         self.broken: BaseException | None = None
         self.host_error: BaseException | None = None  # raised by a job of the host processor
@@ -38,6 +40,12 @@ class ActionQueue(deque[ComputeGroup | Finish]):
             self.host_error = None
             raise error
         self.changed.wait()
+
+    def wait_for_action(self) -> None:
+        """Wait for the next action; raises Interrupted, and the errors of `wait`."""
+        while not self:
+            self.check_interrupted()
+            self.wait()
 
     def check_open(self) -> None:
         """Raise ClosedError if the model was detached or its expert cache is unusable."""

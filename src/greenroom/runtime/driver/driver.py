@@ -76,7 +76,7 @@ class Driver:
         self.timeline: Timeline | None = None
         self.links, self._store, self.host_memory = links, store, host_memory
         self._actions = ActionQueue()
-        self._changed = self._actions.changed
+        self._lock, self._changed = self._actions.lock, self._actions.changed
         self.predictions = Predictions(
             foresight, guard, self._actions, self.meter, lambda: self.all_have_slots, self._handle,
             worker=predict_in_worker,
@@ -92,7 +92,7 @@ class Driver:
 
     def begin_pass(self, at: PassStart) -> None:
         """Begin a forward pass of the model: start its clock and predict its experts."""
-        with self._changed:
+        with self._lock:
             self._request, self._prefill = at.request, at.prefill
             self._pass_start = time.perf_counter(), self.meter.stall_s, at.tokens
             self.scheduler.idle.end()
@@ -206,7 +206,7 @@ class Driver:
                 self._start_host_job(action, prepare_host_job)
                 continue
             begin = time.perf_counter()
-            compute(action.experts - first, action.slots, *([action.part] if has_parts else []))
+            compute(action.experts - first, action.slots, *((action.part,) if has_parts else ()))
             if not self._prefill:
                 self.meter.computed_s += time.perf_counter() - begin
             if self.timeline is not None:
@@ -224,7 +224,7 @@ class Driver:
         def done(error: BaseException | None) -> None:
             if self.timeline is not None:
                 self.timeline.add_group(layer, action, begin)
-            with self._changed:
+            with self._lock:
                 if error is not None:
                     self._actions.host_error = self._actions.host_error or error
                     self._changed.notify_all()
@@ -268,7 +268,7 @@ class Driver:
                 return
             self.slots.grow(capacity, scope)
             self._handle(Resized(capacity, scope=scope))
-            with self._changed:  # prefetches in flight land first
+            with self._lock:  # prefetches in flight land first
                 while self.scheduler.view.resizing:
                     self._actions.wait()
         least, most = self.capacity_range
@@ -290,7 +290,7 @@ class Driver:
             self._actions.check_interrupted()
 
     def _handle(self, event: Event) -> None:
-        with self._changed:
+        with self._lock:
             self._handle_locked(event)
 
     def _handle_locked(self, event: Event) -> None:
@@ -305,6 +305,8 @@ class Driver:
 
     def _execute(self, action: Action, now: float) -> None:
         match action:
+            case ComputeGroup() | Finish():
+                self._actions.put(action)
             case StartChunk():
                 if action.first_of_piece and action.slot >= 0:
                     pool, number = self.slots.at(action.slot)
@@ -317,8 +319,6 @@ class Driver:
                 self.meter.links[action.link].chunk_started(now)
                 self._chunk_starts[action.link, action.lane] = now
                 self._copier.start(action)
-            case ComputeGroup() | Finish():
-                self._actions.put(action)
             case Move():
                 (pool, number), (_, target) = map(self.slots.at, (action.source, action.target))
                 pool.move(number, target)
@@ -330,12 +330,12 @@ class Driver:
         if self._overlapped_work is not None and not self._actions:
             work, self._overlapped_work = self._overlapped_work, None
             work()
-        with self._changed:
+        if self._actions:  # only this thread takes actions, so it needs no lock
+            return self._actions.popleft()
+        with self._lock:
             if not self._actions:
                 begin, cause = time.perf_counter(), self._stall_cause()
-                while not self._actions:
-                    self._actions.check_interrupted()
-                    self._actions.wait()
+                self._actions.wait_for_action()
                 end = time.perf_counter()
                 self.meter.stalls[cause] += end - begin
                 if self.timeline is not None:
@@ -351,7 +351,7 @@ class Driver:
 
     def _on_delivery(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
         """Handle a chunk of an expert that arrived or failed, in a copier's thread."""
-        with self._changed:
+        with self._lock:
             if self._actions.broken is None:
                 try:
                     self._handle_delivery(action, nbytes, error)
@@ -376,7 +376,7 @@ class Driver:
         """Abandon the current step; wait for its reads and host job, which cannot be cancelled."""
         if self._host is not None:
             self._host.wait()
-        with self._changed:
+        with self._lock:
             self._actions.host_error = None
             self._actions.clear()
             if self.scheduler.step is not None and self._actions.broken is None:

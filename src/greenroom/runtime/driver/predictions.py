@@ -196,7 +196,7 @@ class Predictions:
 
     def _deliver(self, events: Sequence[Predicted], origin: int) -> None:
         """Send predictions to the scheduler from the worker, except those that are overtaken."""
-        with self._actions.changed:
+        with self._actions.lock:
             for event in events:
                 if self._actions.closed or self._actions.broken is not None:
                     return

@@ -345,8 +345,15 @@ class CpuKernel(Kernel):
         Return (address, `stride`): each of torch's OpenMP threads uses `stride` bytes from the
         address on. The thread's later calls reuse the memory, which moves when it grows.
         """
-        size = stride * torch.get_num_threads()
-        buffer: Tensor | None = getattr(self._local, "buffer", None)
-        if buffer is None or buffer.numel() < size:
-            buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8)
-        return buffer.data_ptr(), stride
+        return self._memory("buffer", stride * torch.get_num_threads()), stride
+
+    def buffer(self, floats: int) -> int:
+        """Return the address of float32 memory for one token's step in the calling thread."""
+        return self._memory("token", 4 * floats)
+
+    def _memory(self, name: str, nbytes: int) -> int:
+        memory: Tensor | None = getattr(self._local, name, None)
+        if memory is None or memory.numel() < nbytes:
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+            setattr(self._local, name, memory)
+        return memory.data_ptr()

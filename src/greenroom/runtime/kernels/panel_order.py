@@ -8,7 +8,7 @@ integers have this order; the bytes of other encodings lie as they do in files.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -17,8 +17,9 @@ import numpy as np
 
 from greenroom.core.layout import PLAIN, Catalog, Copy, SlotLayout, TensorSpec
 from greenroom.runtime.kernels.matrix import PANEL, Format, format_symbol
-from greenroom.runtime.kernels.native.library import library
+from greenroom.runtime.kernels.native.library import Library, library
 
+MOVER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 KERNELS = ("native", "precise")  # the kernels that read the order of panels
 
 
@@ -54,8 +55,13 @@ def _move(
         start=first,
         stop=first + rows.size,
     )
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_functions(encoding)[which])
-    function(ctypes.addressof(call))
+    _mover(library(), encoding, which)(ctypes.addressof(call))
+
+
+@cache
+def _mover(of: Library, encoding: str, which: int) -> Callable[[int], None]:
+    function: Callable[[int], None] = MOVER(_functions(encoding)[which])
+    return function
 
 
 def _functions(encoding: str) -> tuple[int, int]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import ctypes
+from collections.abc import Sequence
+from functools import partial
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from greenroom.core.predictor import Inputs
-from greenroom.runtime.graphs import outside_graphs
+from greenroom.runtime.kernels.dense.module_check import InputHook
 from greenroom.runtime.probes.routers import Router
 
 
@@ -22,18 +24,11 @@ class GateInputProbe:
     def __init__(self, routers: Sequence[Router]) -> None:
         self._inputs: list[Tensor | None] = [None] * len(routers)
         self._hooks = [
-            router.module.register_forward_pre_hook(self._make_hook(layer), with_kwargs=True)
+            router.module.register_forward_pre_hook(
+                InputHook(partial(self._inputs.__setitem__, layer)), with_kwargs=True
+            )
             for layer, router in enumerate(routers)
         ]
-
-    def _make_hook(self, layer: int) -> Callable[..., None]:
-        inputs = self._inputs
-
-        @outside_graphs
-        def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inputs[layer] = args[0] if args else kwargs["hidden_states"]
-
-        return capture
 
     def take_tensor(self, layer: int) -> Tensor:
         """Return and forget a router's latest captured input, a tensor [tokens, hidden].
@@ -45,8 +40,7 @@ class GateInputProbe:
             raise ValueError(
                 f"no input of the router of layer {layer} was captured: its forward was not called"
             )
-        hidden = hidden.detach()
-        return hidden.reshape(-1, hidden.shape[-1])
+        return hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
 
     def take_if_captured(self, layer: int, copy: bool = True) -> Inputs | None:
         """Return and forget a router's latest captured input; None if there is none.
@@ -63,8 +57,7 @@ class GateInputProbe:
 
         Raises ValueError if the router was not called since the previous input was taken.
         """
-        values: Inputs = self.take_tensor(layer).to("cpu", torch.float32).numpy()
-        return values
+        return _floats(self.take_tensor(layer))
 
     def detach(self) -> None:
         """Remove the hooks from a model's routers, and drop captured inputs.
@@ -75,3 +68,18 @@ class GateInputProbe:
             hook.remove()
         self._hooks.clear()
         self._inputs[:] = [None] * len(self._inputs)
+
+
+def _floats(hidden: Tensor) -> Inputs:
+    """Convert hidden states [tokens, hidden] to float32.
+
+    torch's operations let other threads have Python's lock, so those of one token take ten times
+    as long while experts are read.
+    """
+    if len(hidden) == 1 and hidden.dtype is torch.bfloat16 and hidden.is_cpu:
+        memory = (ctypes.c_uint16 * hidden.shape[1]).from_address(hidden.contiguous().data_ptr())
+        bits = np.frombuffer(memoryview(memory), np.uint16).astype(np.uint32)
+        converted: Inputs = (bits << 16).view(np.float32)[None]
+        return converted
+    values: Inputs = hidden.detach().to("cpu", torch.float32).numpy()
+    return values

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 from copy import copy
 from ctypes import addressof
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Linear:
     """Linear formula of an MoE router's scores: f(weight @ (scale * x) + bias) + correction.
 
@@ -81,19 +81,27 @@ class Linear:
 
     def _product(self, x: Floats) -> Floats:
         weight = self.weight
-        experts, hidden = weight.shape
+        experts = weight.shape[0]
         if len(x) > MOST_GEMV_TOKENS or weight.dtype not in _COMPILED or missing_reason():
             product = torch.from_numpy(x).to(weight.dtype) @ weight.T
             result: Floats = product.float().numpy()
             return result
-        out = torch.empty((len(x), experts), dtype=torch.float32)
-        matrix, call = library().structure("Matrix")(), library().structure("LinearCall")()
-        matrix.base, call.matrix = weight.data_ptr(), addressof(matrix)
-        call.outputs, call.inputs = experts, hidden
-        call.rows, call.wide, call.sums = len(x), _address(x), out.data_ptr()
+        out = np.empty((len(x), experts), np.float32)
+        template, _ = self._template
+        call = type(template).from_buffer_copy(template)
+        call.rows, call.wide, call.sums = len(x), _address(x), _address(out)
         kernel_entry("linear", weight.dtype)(addressof(call), False)
-        scored: Floats = out.numpy()
-        return scored
+        return out
+
+    @cached_property
+    def _template(self) -> tuple[Any, Any]:
+        """The kernel's call with the fields of every product, and the matrix that it points to."""
+        matrix = library().structure("Matrix")(base=self.weight.data_ptr())
+        experts, hidden = self.weight.shape
+        call = library().structure("LinearCall")(
+            matrix=addressof(matrix), outputs=experts, inputs=hidden
+        )
+        return call, matrix
 
 
 def _address(x: Floats) -> int:

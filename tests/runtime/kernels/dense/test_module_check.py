@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from greenroom.runtime.kernels.dense.module_check import ModuleCheck
+from greenroom.runtime.kernels.dense.module_check import InputHook, ModuleCheck
 
 
 def make_check() -> tuple[nn.Module, ModuleCheck]:
@@ -82,4 +82,19 @@ def test_a_module_check_passes_after_weights_change_in_place() -> None:
     parent, check = make_check()
     with torch.no_grad():
         parent[0].weight.zero_()
+    assert check.passes()
+
+
+def test_a_module_check_may_allow_hooks_that_read_the_input() -> None:
+    linear, check, seen = nn.Linear(2, 2), ModuleCheck(), []
+    check.require_input_hooks(linear)
+    handle = linear.register_forward_pre_hook(InputHook(seen.append), with_kwargs=True)
+    assert check.passes()
+    x = torch.ones(1, 2)
+    linear(x)
+    assert seen == [x]
+    for register in (linear.register_forward_pre_hook, linear.register_forward_hook):
+        with hooked(register):
+            assert not check.passes()
+    handle.remove()
     assert check.passes()

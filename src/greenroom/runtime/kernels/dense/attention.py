@@ -161,6 +161,10 @@ class OneTokenAttention:
 
     def accepts(self, x: Tensor, positions: Any, mask: Any, cache: Any) -> bool:
         """Check that compiled code can compute a call of the attention module."""
+        return self.check.passes() and self.accepts_inputs(x, positions, mask, cache)
+
+    def accepts_inputs(self, x: Tensor, positions: Any, mask: Any, cache: Any) -> bool:
+        """Check that compiled code can compute an attention with these inputs, if unchanged."""
         if (
             x.numel() != self.hidden
             or mask is not None
@@ -180,10 +184,14 @@ class OneTokenAttention:
             and width % 2 == 0
             and cos.is_contiguous()
             and sin.is_contiguous()
-            and self.module.config.__dict__.get("_attn_implementation_internal") in _IMPLEMENTATIONS
-            and self.check.passes()
+            and self._implementation() in _IMPLEMENTATIONS
             and self._matches(width)
         )
+
+    def _implementation(self) -> Any:
+        # transformers' configurations look up every attribute in Python.
+        configured = object.__getattribute__(self.module.config, "__dict__")
+        return configured.get("_attn_implementation_internal")
 
     def _matches(self, rotary: int) -> bool:
         """Return the cached verdict of `matches_class`."""

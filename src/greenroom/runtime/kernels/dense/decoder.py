@@ -10,7 +10,9 @@ called one by one.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from greenroom.runtime.kernels.dense.attention import (
 from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 from greenroom.runtime.kernels.dense.patterns import find_router
 from greenroom.runtime.kernels.dense.router import CompiledRouter, RouterCall
+from greenroom.runtime.kernels.dense.token_calls import TokenCalls
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.native.library import library
@@ -92,6 +95,7 @@ class FusedDecoderLayer:
             self._parts_check.require_weight(norm)
         for part in (*norms, attention.module):
             self._parts_check.require_no_hooks(part)
+        self._parts_check.include(attention.check)
         self._norm_entry = kernel_entry("add_and_norm", attention.dtype)
         self._norm = library().structure("NormCall")
         self._input_norm, self._post_norm = (
@@ -105,6 +109,8 @@ class FusedDecoderLayer:
                 self._block_check.require_no_hooks(part)
                 self._block_check.require_same(vars(part), "forward", None)
         self.router = self._compile_router()
+        self._computes_choice = self.router is not None and add_experts is not None
+        self._local = threading.local()  # the thread's `TokenCalls`
         self.forward = layer_forward(self, layer)
 
     def _attention_name(self) -> str:
@@ -146,7 +152,7 @@ class FusedDecoderLayer:
         The layer's submodules must be unchanged and without hooks, and x must be one token in
         the layer's dtype.
         """
-        return self._parts_check.passes() and self.attention.accepts(
+        return self._parts_check.passes() and self.attention.accepts_inputs(
             x,
             kwargs.get("position_embeddings"),
             kwargs.get("attention_mask"),
@@ -161,24 +167,41 @@ class FusedDecoderLayer:
         view = self.attention.reserve(kwargs["past_key_values"])
         if view is None:
             return None
-        # On cold caches each of torch's operations, even a view, takes 10 microseconds.
+        positions = kwargs["position_embeddings"]
+        if self._computes_choice and self._choice_check.passes():
+            out = self._compute_token(x, positions, view)
+            return out if out.dim() == x.dim() else out.view(x.shape)
         residual, state = (torch.empty(1, self.attention.hidden, dtype=x.dtype) for _ in range(2))
         work = self.workspace(view.tokens)
-        stages = self._stages(x, kwargs["position_embeddings"], view, residual, state, work)
+        sequence.run(self._stages(x, positions, view, residual, state, work))
         if self._experts is None or self._add_experts is None or not self._block_check.passes():
-            sequence.run(stages)
             return residual.view(x.shape) + self._block(state.view(x.shape))
-        if self.router is not None and self.router.is_unchanged():
-            call = RouterCall(self.router, state.data_ptr())
-            sequence.run((*stages, *call.stages))
-            return self.compute_from_choice(state, *call.result(), residual).view(x.shape)
-        sequence.run(stages)
         index, weights = self._choose(state)
         return self._add_experts(self._experts, state, index, weights, residual).view(x.shape)
+
+    def _compute_token(self, x: Tensor, positions: Positions, view: KeyValueView) -> Tensor:
+        """Compute a layer whose experts a compiled router chooses: `hidden` numbers."""
+        calls: TokenCalls | None = getattr(self._local, "calls", None)
+        if calls is None or not calls.fits(positions, view):
+            calls = self._local.calls = TokenCalls(self, x, positions, view)
+        index, weights = calls.run(x, positions, view.tokens)
+        assert self.router is not None
+        for hook in self.router.input_hooks:
+            hook.observe(calls.state)
+        return self.compute_from_choice(calls.state, index, weights, calls.residual)
 
     def replace_forward(self, forward: Callable[..., Any]) -> None:
         """Replace a decoder layer's forward by a function that wraps the present forward."""
         self.forward = self._layer.forward = forward
+
+    @cached_property
+    def _choice_check(self) -> ModuleCheck:
+        """A check that compiled code can compute the choice of experts, and the experts."""
+        assert self.router is not None
+        guard = ModuleCheck()
+        for each in (self.router.observed_check, self._block_check):
+            guard.include(each)
+        return guard
 
     @property
     def module(self) -> nn.Module:
@@ -191,7 +214,7 @@ class FusedDecoderLayer:
         assert self.router is not None
         guard = ModuleCheck()
         guard.require_same(vars(self._layer), "forward", self.forward)
-        for each in (self.router.check, self._block_check, self._parts_check, self.attention.check):
+        for each in (self.router.check, self._block_check, self._parts_check):
             guard.include(each)
         return guard
 

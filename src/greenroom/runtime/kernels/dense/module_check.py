@@ -7,17 +7,34 @@ expected values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as module_globals
+
+from greenroom.runtime.graphs import outside_graphs
 
 # Hooks of all modules.
 GLOBAL_HOOKS: tuple[Mapping[Any, Any], ...] = (
     module_globals._global_forward_hooks, module_globals._global_forward_pre_hooks,
 )  # fmt: skip
+
+
+class InputHook:
+    """A forward pre-hook that only reads a module's first argument.
+
+    Compiled code that computes the module calls `observe` with the same values instead. Their
+    memory is reused for the next token.
+    """
+
+    def __init__(self, observe: Callable[[Tensor], None]) -> None:
+        self.observe = observe
+
+    @outside_graphs
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.observe(args[0] if args else kwargs["hidden_states"])
 
 
 class ModuleCheck:
@@ -28,6 +45,7 @@ class ModuleCheck:
 
     def __init__(self) -> None:
         self._empty: list[Mapping[Any, Any]] = [*GLOBAL_HOOKS]
+        self._observed: list[Mapping[Any, Any]] = []
         self._dictionaries: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._values: list[Any] = []
@@ -35,6 +53,11 @@ class ModuleCheck:
     def require_no_hooks(self, module: nn.Module) -> None:
         """Require that a module has no forward hooks."""
         self._empty += (module._forward_hooks, module._forward_pre_hooks)
+
+    def require_input_hooks(self, module: nn.Module) -> None:
+        """Require that a module has no forward hooks but `InputHook`s."""
+        self._empty.append(module._forward_hooks)
+        self._observed.append(module._forward_pre_hooks)
 
     def require_same(self, dictionary: Any, name: str, value: object) -> None:
         """Require that a dictionary has the same object under a name.
@@ -52,12 +75,17 @@ class ModuleCheck:
     def include(self, other: ModuleCheck) -> None:
         """Add all conditions of another check of modules."""
         self._empty += other._empty[len(GLOBAL_HOOKS) :]
+        self._observed += other._observed
         self._dictionaries += other._dictionaries
         self._names += other._names
         self._values += other._values
 
     def passes(self) -> bool:
         """Check that all required conditions on modules hold."""
+        for hooks in self._observed:
+            for hook in hooks.values():
+                if type(hook) is not InputHook:
+                    return False
         return not any(self._empty) and all(
             map(is_, map(dict.get, self._dictionaries, self._names), self._values)
         )

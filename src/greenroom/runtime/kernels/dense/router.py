@@ -16,7 +16,7 @@ as those of predictors do, this forward is called, so that hooks do not change t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
-from greenroom.runtime.kernels.dense.module_check import ModuleCheck
+from greenroom.runtime.kernels.dense.module_check import InputHook, ModuleCheck
 from greenroom.runtime.kernels.dense.stored import MatrixRecord
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
@@ -69,8 +69,10 @@ class RouterCall:
 
         If the kernel could not choose, torch's operations choose from the router's logits.
         """
-        if self._choice.chosen:
-            return self.ids, self.weights
+        return (self.ids, self.weights) if self._choice.chosen else self.choose_by_torch()
+
+    def choose_by_torch(self) -> tuple[Tensor, Tensor]:
+        """Choose experts from the router's logits by torch's operations: (ids, gate weights)."""
         return self._router.choose_by_torch(self.products)
 
     @property
@@ -151,11 +153,29 @@ class CompiledRouter:
 
         The forward may be the class's or the compiled one.
         """
-        guard, forward = ModuleCheck(), vars(self.module).get("forward")
+        guard = ModuleCheck()
         guard.include(self._check)
+        self._require_forward(guard)
+        return guard
+
+    @property
+    def observed_check(self) -> ModuleCheck:
+        """Return a check like `check` that allows hooks which only read the router's input."""
+        guard = ModuleCheck()
+        guard.require_same(self.module._parameters, "weight", self.weight)
+        guard.require_input_hooks(self.module)
+        self._require_forward(guard)
+        return guard
+
+    def _require_forward(self, guard: ModuleCheck) -> None:
+        forward = vars(self.module).get("forward")
         is_own = forward is None or forward == self.forward
         guard.require_same(vars(self.module), "forward", forward if is_own else self.forward)
-        return guard
+
+    @property
+    def input_hooks(self) -> Iterable[InputHook]:
+        """Return the hooks that read the router's input, if `observed_check` passes."""
+        return self.module._forward_pre_hooks.values()  # type: ignore[return-value]
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the expert ids and gate weights [1, top_k] for one token's x [1, hidden]."""

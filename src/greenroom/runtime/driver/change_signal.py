@@ -1,0 +1,42 @@
+"""A lock, and a signal that the state which it protects has changed."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+
+
+class ChangeSignal:
+    """A lock with a signal to the threads that wait for a change.
+
+    It is used in `with`, as a `threading.Condition` is, but runs less Python: while experts are
+    read, a thread waits and is woken several times in a layer. A wait may end without a change, so
+    callers wait in a loop.
+
+    lock: the lock itself, which runs no Python in `with`
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._signals, self._waiting = SimpleQueue[None](), 0
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+    def wait(self) -> None:
+        """Wait for a change; the caller holds the lock once, and again after the wait."""
+        self._waiting += 1
+        self.lock.release()
+        try:
+            self._signals.get()
+        finally:
+            self.lock.acquire()
+
+    def notify_all(self) -> None:
+        """Wake all threads that wait; the caller holds the lock."""
+        while self._waiting:
+            self._waiting -= 1
+            self._signals.put(None)
