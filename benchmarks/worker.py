@@ -121,6 +121,8 @@ def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
         prefill_s.append(passes.prefill(args.prompt))
         prefill.update(counters(model))
         prefill.subtract(before)
+        if args.memory is None:
+            passes.prefill(1)  # llama-bench, too, decodes without the prompt that it has measured
         before = counters(model)
         token_s += passes.decode(args.tokens)
         decode.update(counters(model))
