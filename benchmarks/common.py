@@ -87,8 +87,7 @@ def run_llama_bench(
     `engine` names the result of another engine's llama-bench, such as ik_llama.cpp's.
 
     With `repack`, its default, it copies some types (Q4_0) to memory of its own in another order,
-    which is faster, and is killed where there is no room for that. Newer versions can disable it
-    only when they are built (-DGGML_CPU_REPACK=OFF).
+    which is faster, and is killed where there is no room for that. Without it, weights stay mapped.
 
     llama-bench gives one time for all tokens of a repetition, so its time a token is a mean.
     """
@@ -96,7 +95,7 @@ def run_llama_bench(
     if repeats == 1:
         flags += without_warmup(program)
     if not repack:
-        flags += ["-ot", ".*=CPU"]  # the plain kind of buffer: weights stay mapped as they are
+        flags += without_repacking(program)
     command = [str(program), "-m", str(gguf), *flags]
     measured, out, err = run_limited(command, limit_bytes, [gguf], timeout_s, env)
     result: Result = {"engine": engine, "model": gguf.stem, **asdict(measured)}
@@ -113,15 +112,29 @@ def run_llama_bench(
     return result
 
 
-@cache
 def without_warmup(program: Path) -> tuple[str, ...]:
     """The options with which a llama-bench leaves out the run before the first repetition.
 
     That of ik_llama.cpp has `--warmup <0|1>`.
     """
+    return ("--warmup", "0") if "--warmup" in help_of(program) else ("--no-warmup",)
+
+
+def without_repacking(program: Path) -> tuple[str, ...]:
+    """The options with which a llama-bench maps the weights, and leaves them as they are.
+
+    Older versions do so where `-ot` names the plain kind of buffer.
+    """
+    if "--repack" in help_of(program):
+        return "--load-mode", "mmap", "--repack", "0"
+    return "-ot", ".*=CPU"
+
+
+@cache
+def help_of(program: Path) -> str:
+    """What a program prints with --help."""
     command = [str(program), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return ("--warmup", "0") if "--warmup" in done.stdout else ("--no-warmup",)
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def decode_rate(result: Result) -> float:
