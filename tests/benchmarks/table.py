@@ -110,6 +110,8 @@ ROWS = (
         ("prefetch", "prediction µs", "bookkeeping µs")),
     Row("python_share.py", "{shape} --cache 50% --tokens 4 --threads 1",
         ("model", "slots", "kernels", "waiting", "Python", "share", "us a layer", "calls")),
+    Row("first_token.py", "{shape} --cache 50% --prompts 8 16 --disk-bytes 8000000",
+        ("tokens", "read GB", "disk GB/s", "reads s", "compute s", "TTFT s", "ratio")),
     Row("warm_start.py", "demo --tokens 16", ("model", "start", "load s", "TTFT s", "steady %")),
     Row("goodpred.py", "demo --tokens 8 --predictors markov --distances 1",
         ("prefetch", "accuracy", "fetch rate", "GOODPRED", "stall ms")),
