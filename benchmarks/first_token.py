@@ -57,8 +57,10 @@ def main() -> None:
     parser.add_argument("--memory", help="of the process, such as 8GiB")
     parser.add_argument("--cache", help="slots in place of --memory, such as 25%%")
     parser.add_argument("--prompts", type=int, nargs="+", default=[19, 19, 128, 512], metavar="N")
-    parser.add_argument("--disk-bytes", type=int, default=1_200_000_000, metavar="N",
-                        help="read for a measurement of the disk (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--disk-bytes", type=int, default=1_200_000_000, metavar="N",
+        help="read for a measurement of the disk (default: %(default)s)",
+    )  # fmt: skip
     args = parser.parse_args()
     amount = {"memory": args.memory} if args.memory else {"cache": args.cache or "25%"}
     model: Any = greenroom.load(str(args.model), context=1024, **amount)[0]
