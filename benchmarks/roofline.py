@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import math
 import os
 import statistics
 import time
@@ -39,6 +40,7 @@ from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.native.library import library
 
 READ_BYTES, UNIT = 64 << 20, 64 << 10
+BOTTOM = 0.2  # Gop/s, of the plot
 COLUMNS = ("kernel", "tokens", "MB", "Mop", "us", "GB/s", "Gop/s", "reading GB/s", "limit",
            "% of limit")  # fmt: skip
 COLOURS = {BYTES: "#0072b2", LONG: "#009e73", FLOATS: "#d55e00"}
@@ -176,16 +178,17 @@ def draw_panel(axes: Any, title: str, points: list[Measured], limits: Machine) -
     left = statistics.median(reached) > 60
     column = min(reached) / 4 if left else max(reached) * 4
     most = float(np.log10(min(limits.peaks.values()) / 1e9)) - 0.25
-    for m, x_of, height in zip(points, reached, spread(heights, 0.14, most), strict=True):
+    least = min(0.14, (most - math.log10(BOTTOM)) / len(points))
+    for m, x_of, height in zip(points, reached, spread(heights, least, most), strict=True):
         at = x_of, m.case.operations / m.seconds / 1e9
         axes.plot(*at, "o", color=COLOURS[m.case.products], markersize=4.5, zorder=3)
         axes.annotate(
-            f"{m.case.name}  {m.share:.0%}", at, (column, 10**height), fontsize=7, va="center",
+            f"{m.case.name}  {m.share:.0%}", at, (column, 10**height), fontsize=6.5, va="center",
             ha="right" if left else "left",
             arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6, "shrinkB": 3,
                         "relpos": (1.0 if left else 0.0, 0.5)},
         )  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlim=(0.3, 3000), ylim=(0.2, 4000))
+    axes.set(xscale="log", yscale="log", xlim=(0.3, 3000), ylim=(BOTTOM, 4000))
     axes.set_title(title, fontsize=9.5, loc="left", weight="bold")
     axes.grid(color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -208,7 +211,7 @@ def plot(measured: list[Measured], limits: Machine, paths: list[Path], threads: 
             panels.setdefault(name, []).append(m)
         elif m.case.tokens == 1 and m.limit != "call":
             panels.setdefault("Other kernels, one token", []).append(m)
-    figure, grid = plt.subplots(2, 2, figsize=(9, 8), sharex=True, sharey=True, squeeze=False,
+    figure, grid = plt.subplots(2, 2, figsize=(10, 11), sharex=True, sharey=True, squeeze=False,
                                 layout="constrained")  # fmt: skip
     for axes in grid.flat[len(panels) :]:
         axes.remove()
