@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from queue import SimpleQueue
 
 
 class ChangeSignal:
@@ -18,7 +17,7 @@ class ChangeSignal:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._signals, self._waiting = SimpleQueue[None](), 0
+        self._waiting: list[threading.Lock] = []  # one of each wait, held until a change
 
     def __enter__(self) -> None:
         self.lock.acquire()
@@ -28,15 +27,16 @@ class ChangeSignal:
 
     def wait(self) -> None:
         """Wait for a change; the caller holds the lock once, and again after the wait."""
-        self._waiting += 1
+        change = threading.Lock()
+        change.acquire()
+        self._waiting.append(change)
         self.lock.release()
         try:
-            self._signals.get()
+            change.acquire()
         finally:
             self.lock.acquire()
 
     def notify_all(self) -> None:
         """Wake all threads that wait; the caller holds the lock."""
         while self._waiting:
-            self._waiting -= 1
-            self._signals.put(None)
+            self._waiting.pop().release()

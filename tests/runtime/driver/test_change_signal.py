@@ -1,0 +1,61 @@
+"""A change wakes every thread that waits, however soon one of them waits again."""
+
+from __future__ import annotations
+
+import threading
+
+from greenroom.runtime.driver.change_signal import ChangeSignal
+
+
+def test_a_thread_that_waits_again_takes_no_other_thread_s_signal():
+    signal, done = ChangeSignal(), False
+    waiting = [0]
+
+    def wait_until_done() -> None:
+        with signal:
+            waiting[0] += 1
+            while not done:
+                signal.wait()
+
+    threads = [threading.Thread(target=wait_until_done) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(2000):  # changes that end no wait
+        with signal:
+            signal.notify_all()
+    while waiting[0] < len(threads):
+        pass
+    with signal:
+        done = True
+        signal.notify_all()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_waiter_that_returns_again_leaves_the_others_their_signals():
+    """The first thread's second wait comes before the second thread has run."""
+    signal, woken = ChangeSignal(), threading.Semaphore(0)
+
+    def wait_once(ready: threading.Event) -> None:
+        with signal:
+            ready.set()
+            signal.wait()
+        woken.release()
+
+    events = [threading.Event() for _ in range(2)]
+    threads = [threading.Thread(target=wait_once, args=(event,)) for event in events]
+    for thread, event in zip(threads, events, strict=True):
+        thread.start()
+        assert event.wait(30)
+    with signal:
+        signal.notify_all()
+        again = threading.Event()
+        third = threading.Thread(target=wait_once, args=(again,))
+    third.start()
+    assert all(woken.acquire(timeout=30) for _ in range(2))
+    assert again.wait(30)
+    with signal:
+        signal.notify_all()
+    third.join(30)
+    assert not third.is_alive()
