@@ -220,6 +220,20 @@ def test_a_forward_that_does_something_else_stays(monkeypatch, computed, doubled
     assert computed == []
 
 
+def test_a_forward_that_gives_its_layers_another_tensor_stays(monkeypatch, computed):
+    own = type_of_model().forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(self, *args, **kwargs, output_numbers=torch.zeros(1))
+
+    monkeypatch.setattr(type_of_model(), "forward", forward)
+    with served(NAME) as model:
+        for _ in range(3):
+            tokens(model)
+        assert verdicts(model) == {False: False}
+    assert computed == []
+
+
 def type_of_model() -> Any:
     from transformers import MixtralModel
 

@@ -26,6 +26,8 @@ Forward = Callable[..., Any]
 ARGUMENTS = frozenset(
     {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
 )
+# Arguments of a layer that are made for every token.
+CHANGING = frozenset({"past_key_values", "position_embeddings", "position_ids"})
 # Settings of a configuration that make a layer look at some of the tokens only.
 WINDOWS = ("sliding_window", "attention_chunk_size")
 
@@ -33,9 +35,9 @@ WINDOWS = ("sliding_window", "attention_chunk_size")
 class _Verdict(NamedTuple):
     """What a pass of the model's own forward has shown.
 
-    output:  the class of its result
-    keyword: the arguments that it gave its layers
-    config:  the configuration's settings at the time
+    output:   the class of its result
+    keywords: the arguments that it gave its layers; None for those that change from token to token
+    config:   the configuration's settings at the time
     """
 
     output: Callable[..., Any]
@@ -137,7 +139,9 @@ class DecodePass:
             or not _sees_all_tokens(config)
         ):
             return None
-        constant = keywords | {"past_key_values": None, "position_embeddings": None}
+        constant = {name: None if name in CHANGING else each for name, each in keywords.items()}
+        if any(isinstance(each, Tensor) for each in constant.values()):
+            return None  # it may change from token to token
         return _Verdict(type(out), constant, dict(vars(config)))
 
 
@@ -211,7 +215,7 @@ def _read_call(kwargs: dict[str, Any]) -> _Token | None:
         unasked = value is False and name.startswith("output_")
         if name not in ARGUMENTS and value is not None and not unasked:
             return None
-    tokens, mask, position = cache.get_seq_length(), kwargs.get("attention_mask"), None
+    tokens, mask = cache.get_seq_length(), kwargs.get("attention_mask")
     if mask is not None and (mask.shape != (1, tokens + 1) or not mask.all()):
         return None
     position = kwargs.get("position_ids")

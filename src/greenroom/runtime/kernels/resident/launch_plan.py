@@ -24,13 +24,13 @@ from greenroom.runtime.kernels.dense.attention import KeyValueView, Positions
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer
 from greenroom.runtime.kernels.dense.router import RouterCall
 from greenroom.runtime.kernels.dense.stored import thread_scratch
+from greenroom.runtime.kernels.dense.token_calls import AHEAD
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.launch.sequence import Arguments, address_of
 from greenroom.runtime.kernels.native.library import library
 from greenroom.runtime.kernels.resident.one_token import OneTokenCalls, OneTokenExperts
 from greenroom.runtime.slots.resident_tables import SlotTables
 
-AHEAD = 256  # tokens beyond the first one's that a plan has memory for
 STEP_INDEX = SlotTables._fields.index("step")  # of the step in SlotTables, its last item
 # Bases of patched arguments: addresses of a token's inputs and outputs, then the items of
 # SlotTables after the first.
