@@ -12,12 +12,19 @@ prompt of random tokens: most of what it needs is not in memory, and takes the s
     compute s   TTFT less the time that waited for experts
     TTFT s      of the forward pass of the prompt
     ratio       TTFT over the larger of reads and compute
+    busy        share of TTFT in which the link from the disk carried something
+    waiting     GB/s that arrived while the computation waited for experts
+    computing   GB/s that arrived in the rest of the time
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
 import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +38,11 @@ from real_sizes import weights_of
 
 from greenroom.runtime.measure.bandwidth import disk_bandwidth, reads_directly
 
-COLUMNS = ("tokens", "read GB", "disk GB/s", "reads s", "compute s", "TTFT s", "ratio")
+COLUMNS = (
+    "tokens", "read GB", "disk GB/s", "reads s", "compute s", "TTFT s", "ratio", "busy", "waiting",
+    "computing",
+)  # fmt: skip
+Span = tuple[float, float]  # begin and end, in seconds
 
 
 def first_token(model: Any, tokens: int, disk: float, draw: torch.Generator) -> list[str]:
@@ -39,15 +50,44 @@ def first_token(model: Any, tokens: int, disk: float, draw: torch.Generator) -> 
     room, vocabulary = model.greenroom, model.config.vocab_size
     ids = torch.randint(0, vocabulary, (1, tokens), generator=draw)
     read, waited = room.stats().bytes_read, room.driver.meter.stall_s
+    room.timeline(True)
     start = time.perf_counter()
     model(ids, use_cache=True, logits_to_keep=1)
     seconds = time.perf_counter() - start
+    busy, share = link_use(room.timeline(False))
     read, waited = room.stats().bytes_read - read, room.driver.meter.stall_s - waited
     reads, compute = read / disk, seconds - waited
     return [
         f"{tokens}", f"{read / 1e9:.2f}", f"{disk / 1e9:.2f}", f"{reads:.2f}", f"{compute:.2f}",
-        f"{seconds:.2f}", f"{seconds / max(reads, compute):.2f}",
+        f"{seconds:.2f}", f"{seconds / max(reads, compute):.2f}", f"{busy / seconds:.0%}",
+        f"{share * read / waited / 1e9:.1f}", f"{(1 - share) * read / compute / 1e9:.1f}",
     ]  # fmt: skip
+
+
+def link_use(timeline: Any) -> tuple[float, float]:
+    """Return the seconds in which a timeline's chunks moved, and how many arrived in stalls.
+
+    The latter is a share of all chunks.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        timeline.save(Path(folder) / "timeline.json")
+        events = json.loads((Path(folder) / "timeline.json").read_text())["traceEvents"]
+    chunks = sorted(_spans(events, ("demand", "prefetch")))
+    busy = at = 0.0
+    for begin, end in chunks:
+        busy += max(0.0, end - max(begin, at))
+        at = max(at, end)
+    stalls, arrivals = sorted(_spans(events, ("stall:",))), sorted(end for _, end in chunks)
+    within = sum(
+        bisect_right(arrivals, end) - bisect_left(arrivals, begin) for begin, end in stalls
+    )
+    return busy, within / len(chunks)
+
+
+def _spans(events: list[dict[str, Any]], categories: tuple[str, ...]) -> Iterator[Span]:
+    for event in events:
+        if event.get("cat") in categories:
+            yield event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
 
 
 @torch.inference_mode()

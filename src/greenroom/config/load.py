@@ -99,7 +99,7 @@ class LoadConfig(SchedulerConfig):
         group=MEMORY, check=table_size,
     )  # fmt: skip
     readers: int = option(
-        2, "threads that read experts from disk", "N", group=MACHINE, check=at_least(1)
+        4, "threads that read experts from disk", "N", group=MACHINE, check=at_least(1)
     )
     direct: str = option(
         "auto",

@@ -57,7 +57,7 @@ class RunMeasurement:
 
 
 def machine_costs(
-    machine: Machine, model: Model, readers: int = 2, processor: str | None = None
+    machine: Machine, model: Model, readers: int = 4, processor: str | None = None
 ) -> Costs:
     """Compute the time costs of a model on a machine from the machine's profile.
 

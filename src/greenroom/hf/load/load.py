@@ -39,7 +39,7 @@ def load(
     substitute_below: float = 0.0, co_compute: str = "off", demand_order: str = "id",
     expert_order: str = "resident", prefetch: str = "auto", predictor: str | None = None,
     no_guard: bool = False, prefetch_rule: str = "value", predict_in: str = "auto", tau: int = 5000,
-    context: int = 4096, kv: str = "dynamic", disk_tables: str | int = "64MiB", readers: int = 2,
+    context: int = 4096, kv: str = "dynamic", disk_tables: str | int = "64MiB", readers: int = 4,
     direct: str = "auto", read_limit: str | int | None = None, repack: str | None = None,
     dtype: str = "auto", config: str | None = None, threads: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip

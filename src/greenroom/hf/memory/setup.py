@@ -49,7 +49,7 @@ class ModelSetup:
     host_capacity: int = 0
     host_policy: str = "auto"
     config: SchedulerConfig = NO_OPTIONS  # the options of the scheduler
-    readers: int = 2
+    readers: int = 4
     direct: str = "auto"
     read_limit: int | None = None  # bytes a second
     seed: int = 0  # of the policy, and of arrival times on the fake device
