@@ -85,6 +85,12 @@ INLINE bool has_pairs(const Matrix& matrix) {
 // bfloat16: the call's w are set here. scratch: scratch_bytes(K) bytes.
 INLINE void multiply_rounded(
     const Matrix& matrix, int64_t first, const PairsCall& p, uint8_t* scratch) {
+    if (auto code = matrix.format->multiply_pairs) {
+        RowsCall call{matrix.base, matrix.layout, p.K,     first,   p.rows,
+                      p.block,     p.carry,       p.tokens, nullptr, p.out,
+                      aligned(scratch), (const uint8_t*)p.next};
+        return code(&call, &p);
+    }
     float* out[PAIR_INPUTS];
     for (int64_t t = 0; t < p.tokens; t++) out[t] = p.out[t];
     for (int64_t n = 0; n < p.rows; n += PAIR_ROWS) {

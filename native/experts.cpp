@@ -89,7 +89,8 @@ INLINE void multiply_bfloat16(
 }
 
 // The same for an encoded matrix whose weights are rounded to bfloat16.
-INLINE void multiply_rounded(const Matrix& matrix, const Product& p, uint8_t* scratch) {
+INLINE void multiply_rounded(
+    const Matrix& matrix, const Product& p, uint8_t* scratch, const uint8_t* next) {
     constexpr int64_t most = PAIR_INPUTS / 2;  // so that weights have room beside them
     const int64_t K = p.inputs;
     BFloat16* memory = (BFloat16*)aligned(scratch);
@@ -100,7 +101,7 @@ INLINE void multiply_rounded(const Matrix& matrix, const Product& p, uint8_t* sc
         const int64_t tokens = least(most, p.entries.stop - j);
         take_inputs(p, j, tokens, nullptr, memory, x, out);
         multiply_rounded(
-            matrix, p.first, {nullptr, K, p.count, p.block, p.carry, tokens, x, out, nullptr},
+            matrix, p.first, {nullptr, K, p.count, p.block, p.carry, tokens, x, out, next},
             place);
     }
 }
@@ -281,14 +282,15 @@ struct Group {
             const ExpertMatrix& matrix = !unit.up ? layer.down : range ? layer.second : layer.up;
             const bool last = range == unit.ranges - 1;
             const bool pairs = has_pairs(unit.up, matrix);
-            if (matrix.format && pairs) {
-                multiply_rounded({matrix.format, matrix.layout, base}, product, scratch);
-            } else if (matrix.format) {
+            if (matrix.format) {
+                const Matrix encoded{matrix.format, matrix.layout, base};
                 const uint8_t* next =
                     last ? next_codes(next_unit)
                          : row_codes(*layer.second.layout, base, unit.first + layer.inner);
-                multiply_encoded({matrix.format, matrix.layout, base}, product,
-                                 unit.up ? packed : call.act, scratch, call.sequential_rows, next);
+                if (pairs) multiply_rounded(encoded, product, scratch, next);
+                else
+                    multiply_encoded(encoded, product, unit.up ? packed : call.act, scratch,
+                                     call.sequential_rows, next);
             } else if (pairs) {
                 const BFloat16* weights = (const BFloat16*)(base + matrix.offset);
                 const void* next = last ? (const void*)next_codes(next_unit)

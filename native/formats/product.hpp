@@ -160,17 +160,19 @@ void multiply(RowsCall* call) {
 // many planes of bytes, or of float32.
 template <class F, int PLANES = 0>
 constexpr Format format_of() {
-    if constexpr (PLANES == 0) return {0, multiply<F>, expand<F, float>, nullptr, nullptr, 0};
+    if constexpr (PLANES == 0) return {0, multiply<F>, expand<F, float>, nullptr, nullptr, 0, nullptr};
     else if constexpr (!ORDERED<F>)
-        return {PLANES, multiply_panels<F, PLANES>, expand<F, float>, nullptr, nullptr, 0};
-    else return {PLANES, multiply_ordered<F, PLANES>, expand<F, float>, arrange<F>, restore<F>, 0};
+        return {PLANES, multiply_panels<F, PLANES>, expand<F, float>, nullptr, nullptr, 0, nullptr};
+    else
+        return {PLANES, multiply_ordered<F, PLANES>, expand<F, float>, arrange<F>, restore<F>, 0,
+                nullptr};
 }
 
 // The code for an encoding whose weights are decoded, and rounded to type T.
 template <class F, class T>
 constexpr Format decoded_format() {
     constexpr bool bfloat16 = std::is_same_v<T, BFloat16>;
-    return {0, multiply_decoded<F, T>, expand<F, T>, nullptr, nullptr, bfloat16};
+    return {0, multiply_decoded<F, T>, expand<F, T>, nullptr, nullptr, bfloat16, nullptr};
 }
 
 #define FORMAT_OF(name, code) \

@@ -47,6 +47,8 @@ SHARED(OrderCall,
     int64_t row_bytes, panel_rows, start, stop;
 )
 
+struct PairsCall;  // pairs.hpp
+
 // The code for one encoding. `arrange` writes the panels of an OrderCall, and `restore` its rows,
 // which must be whole ones; both are null if the format reads rows only.
 struct Format {
@@ -56,6 +58,8 @@ struct Format {
     void (*arrange)(OrderCall*);
     void (*restore)(OrderCall*);
     int64_t bfloat16;  // are decoded weights rounded to bfloat16?
+    // Multiplies pairs of such weights; null: rows are decoded, and then multiplied.
+    void (*multiply_pairs)(RowsCall*, const PairsCall*);
 };
 
 // The row of a tensor that several rows of codes share.

@@ -32,7 +32,7 @@ def add_to(parser: Parser) -> None:
         " command continues it",
     )  # fmt: skip
     parser.add_argument(
-        "--experts", metavar="int8|int4|fp8|same", required=True,
+        "--experts", metavar="int8|int4|fp8|bf12|same", required=True,
         help="format in which the experts are stored; same: as in the model, so that only the"
         " layout"
         " changes",

@@ -90,7 +90,7 @@ def pack(
 
     source:    the model's folder, GGUF file or hub id
     out:       the pack's folder
-    kind:      the experts' encoding: int8, int4, fp8, or same (as in the source)
+    kind:      the experts' encoding: int8, int4, fp8, bf12, or same (as in the source)
     segments:  into how many segments along the intermediate dimension each expert is divided
     precision: int8 or int4 adds a low-precision copy of each expert, which may replace the expert
                when it is not in memory
@@ -105,6 +105,8 @@ def pack(
         raise UnknownName("kind of experts", kind, KINDS)
     if segments < 1:
         raise UsageError(f"--segments must be at least 1, got {segments}")
+    if segments > 1 and kind == "bf12":
+        raise UsageError("--experts bf12 and --segments exclude each other: leave out one of them")
     if precision is not None and precision not in PRECISIONS:
         raise UnknownName("miss precision", precision, PRECISIONS)
     if precision is not None and segments > 1:

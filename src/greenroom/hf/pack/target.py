@@ -19,8 +19,8 @@ from greenroom.hf.checkpoint.pack.copies import (
     codes_of,
     nested_copy_layout,
 )
-from greenroom.hf.pack import quantise
-from greenroom.runtime.encodings import decode
+from greenroom.hf.pack import exponents, quantise
+from greenroom.runtime.encodings import bf12, decode
 from greenroom.runtime.encodings.packed import GROUP
 from greenroom.runtime.slots.cutting import Cutting
 
@@ -34,11 +34,12 @@ Lookup = Callable[[TensorSpec], Tensor]
 def target_layout(kind: str, layout: SlotLayout, module: nn.Module, where: str) -> SlotLayout:
     """Return the layout of a packed expert.
 
-    kind:   the encoding of packed experts: int8, int4, fp8 or same
+    kind:   the encoding of packed experts: int8, int4, fp8, bf12 or same
     layout: the layout of the source's experts in memory
     module: the experts module, and `where` its name, for messages
 
-    Raises UnsupportedModel for int4 if a matrix has an odd number of inputs.
+    Raises UnsupportedModel for int4 if a matrix has an odd number of inputs, and for bf12 if its
+    weights are not bfloat16, or a matrix has a number of inputs that bf12 does not allow.
     """
     if kind == "same":
         return layout
@@ -55,6 +56,9 @@ def target_layout(kind: str, layout: SlotLayout, module: nn.Module, where: str) 
             tensors.append((name, (rows, columns), "float8_e4m3fn"))
             tensors.append((f"{name}.scale", (rows // down, columns // across), "float32"))
             continue
+        if kind == "bf12":
+            tensors += _bf12_tensors(layout.weight(name), rows, columns, where)
+            continue
         group = gcd(columns, GROUP[kind])
         if kind == "int4" and columns % 2:
             raise UnsupportedModel(
@@ -64,6 +68,29 @@ def target_layout(kind: str, layout: SlotLayout, module: nn.Module, where: str) 
         tensors += [(name, *codes), (f"{name}.scale", (rows, columns // group), "float16")]
     dtype = layout.weight(names[0]).dtype
     return SlotLayout.pack(tensors, dict.fromkeys(names, kind), dtype)
+
+
+def _bf12_tensors(
+    weight: WeightSpec, rows: int, columns: int, where: str
+) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return the tensors of a matrix in bf12: names, shapes and dtypes."""
+    name = f"{where}.{weight.name}"
+    if weight.encoding not in (PLAIN, "bf12") or weight.dtype != "bfloat16":
+        stored = weight.dtype if weight.encoding == PLAIN else weight.encoding
+        raise UnsupportedModel(
+            f"{name} has weights in {stored}, but bf12 stores bfloat16: choose same"
+        )
+    if columns % bf12.UNIT or columns > bf12.LONGEST:
+        raise UnsupportedModel(
+            f"{name} has {columns} inputs, but bf12 needs a multiple of {bf12.UNIT}, at most"
+            f" {bf12.LONGEST}: choose same"
+        )
+    return [
+        (weight.name, (rows, columns // 2 * 3), "uint8"),
+        (f"{weight.name}.ends", (rows, 1), "int32"),
+        (f"{weight.name}.exponents", (1, 16), "uint8"),
+        (f"{weight.name}.escapes", (1, bf12.escape_room(rows, columns)), "int32"),
+    ]
 
 
 def logical_shape(weight: WeightSpec, transposed: bool) -> tuple[int, int]:
@@ -188,9 +215,8 @@ class ExpertPacker:
                 w, *(_rows_of_part(part, row, stop, rows) for part in outputs)
             ):
                 raise CheckpointError(
-                    f"expert {expert} of {self.where} cannot be quantised: {name} has weights that"
-                    " are infinite, NaN or too large: download the model again, or use --experts"
-                    " same"
+                    f"expert {expert} of {self.where} cannot be packed: {name} has"
+                    f" {REFUSALS[self.kind]}"
                 )
 
     def _rows(self, weight: WeightSpec, parts: list[Tensor], row: int, stop: int) -> np.ndarray:
@@ -246,10 +272,22 @@ def _fp8(w: np.ndarray, codes: Tensor, scale: Tensor) -> bool:
     return quantise.fp8(w, down, across, codes.view(torch.uint8).numpy(), scale.numpy())
 
 
-# Kind -> a function that fills codes and scales from rows; False where a weight is not finite.
+def _bf12(w: np.ndarray, *outputs: Tensor) -> bool:
+    bits = (w.view(np.uint32) >> 16).astype(np.uint16)
+    return exponents.bf12(bits, *(output.numpy() for output in outputs))
+
+
+# Kind -> a function that fills codes and scales from rows; False for weights that it cannot store.
 QUANTISERS: dict[str, Callable[..., bool]] = {
     "int8": partial(_grouped, quantise.int8),
     "int4": partial(_grouped, quantise.int4),
     "nested": partial(_grouped, quantise.nested),
     "fp8": _fp8,
+    "bf12": _bf12,
+}
+_NOT_FINITE = (
+    "weights that are infinite, NaN or too large: download the model again, or use --experts same"
+)
+REFUSALS = dict.fromkeys(QUANTISERS, _NOT_FINITE) | {
+    "bf12": "too many weights with rare exponents for bf12: use --experts same"
 }

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from greenroom.core.layout import MIXED, SECOND, WeightSpec
-from greenroom.runtime.encodings import affine, fp4, fp8, ggml, packed
+from greenroom.runtime.encodings import affine, bf12, fp4, fp8, ggml, packed
 from greenroom.runtime.encodings.encoding import Encoding
 
 ENCODINGS: dict[str, Encoding] = {
     encoding.name: encoding
-    for family in (ggml, fp4, fp8, packed, affine)
+    for family in (ggml, fp4, fp8, bf12, packed, affine)
     for encoding in family.ENCODINGS
 }
 

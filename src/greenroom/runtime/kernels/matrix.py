@@ -32,6 +32,8 @@ PANEL = 16  # rows that are multiplied at a time (panel_order.py)
 _AFFINE = {f"{kind}{bits}" for kind in ("symmetric", "affine", "indexed") for bits in (4, 8)}
 # Inputs that share a scale, where the format fixes that.
 _GROUPS = {**PACKED, "mxfp4": GROUP, "nvfp4": 16, "ct_nvfp4": 16}
+# Formats of weights that are rounded to the model's type, as transformers does.
+ROUNDED = (PLAIN, "bf12")
 _NUMBERS = {(name, torch.bfloat16) for name in ("mxfp4", "gguf_mxfp4", "gguf_nvfp4")}
 
 if TYPE_CHECKING:
@@ -115,6 +117,7 @@ class Format(ctypes.Structure):
         ("arrange", ctypes.c_void_p),
         ("restore", ctypes.c_void_p),
         ("bfloat16", ctypes.c_int64),
+        ("multiply_pairs", ctypes.c_void_p),
     ]
 
 
@@ -122,7 +125,7 @@ def _format(weight: WeightSpec, dtype: torch.dtype, kernels: str) -> Format:
     """Find the format that multiplies a matrix."""
     name, exact = format_name(weight), is_exact(weight, dtype)
     symbol = format_symbol(name)
-    if name == PLAIN or (kernels == "rounded" and not exact):
+    if name in ROUNDED or (kernels == "rounded" and not exact):
         symbol = format_symbol(name, dtype)
     elif kernels != "native" and library().address(f"{symbol}_precise"):
         symbol = f"{symbol}_precise"

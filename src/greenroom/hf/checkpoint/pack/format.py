@@ -28,7 +28,7 @@ DATA = "experts.greenroom"
 FORMAT = "greenroom-pack"
 # Versions of plain packs, of packs with segments, and of packs with low-precision copies.
 VERSION, SEGMENTED, COPIES = VERSIONS = 1, 2, 3
-KINDS = ("int8", "int4", "fp8", "same")  # the choices of --experts
+KINDS = ("int8", "int4", "fp8", "bf12", "same")  # the choices of --experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class PackSource:
 class PackHeader:
     """The content of a pack's header file, greenroom.json.
 
-    kind:   the encoding of the experts: int8, int4, fp8, or same (as in the source)
+    kind:   the encoding of the experts: int8, int4, fp8, bf12, or same (as in the source)
     dtype:  the dtype in which the model computes
     source: the checkpoint that the pack was made from
     layers: the experts of each layer
