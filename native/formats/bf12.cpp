@@ -91,23 +91,27 @@ INLINE void decode_end(
     }
 }
 
-// A matrix in a slot, and its weights without codes: those of a row before `ends[row]`.
+// A matrix in a slot, and its weights without codes: those of a row before `ends[row]`. No slot's
+// content makes it read or write elsewhere.
 struct Listed {
     const uint8_t* codes;
-    int64_t K, row_bytes;
+    int64_t K, row_bytes, listed;
     Exponents exponents;
     const int32_t* ends;
     const uint32_t* list;
 
     explicit Listed(const RowsCall& call)
         : codes(call.slot + call.layout->codes), K(call.inputs), row_bytes(call.layout->row_bytes),
-          exponents(call.slot + call.layout->zeros),
+          listed(call.layout->group_row_bytes / 4), exponents(call.slot + call.layout->zeros),
           ends((const int32_t*)(call.slot + call.layout->scales)),
           list((const uint32_t*)(call.slot + call.layout->groups)) {}
 
     const uint8_t* row(int64_t n) const { return codes + n * row_bytes; }
-    const uint32_t* begin(int64_t n) const { return list + (n ? ends[n - 1] : 0); }
-    const uint32_t* end(int64_t n) const { return list + ends[n]; }
+    const uint32_t* end(int64_t n) const {
+        int64_t end = ends[n];
+        return list + (end < 0 ? 0 : least(end, listed));
+    }
+    const uint32_t* begin(int64_t n) const { return n ? end(n - 1) : list; }
 };
 INLINE int64_t column_of(const uint32_t* listed) { return *listed & 0xffff; }
 INLINE BFloat16 weight_of(const uint32_t* listed) {
@@ -122,7 +126,7 @@ INLINE void narrow_row(const Listed& matrix, int64_t n, BFloat16* out) {
         store_span(decode_span(codes, matrix.K, at, matrix.exponents), out + at);
     decode_end(codes, matrix.K, at, matrix.exponents, out + at);
     for (auto* listed = matrix.begin(n); listed < matrix.end(n); listed++)
-        out[column_of(listed)] = weight_of(listed);
+        if (column_of(listed) < matrix.K) out[column_of(listed)] = weight_of(listed);
 }
 
 // The lists of N rows, which are read as these are decoded side by side.
@@ -148,7 +152,8 @@ struct Lists {
     [[gnu::cold, gnu::noinline]] void write(int64_t at, BFloat16 (&weights)[N][SPAN]) {
         for (int n = 0; n < N; n++)
             for (; next[n] < end[n] && column_of(next[n]) < at + SPAN; next[n]++)
-                weights[n][column_of(next[n]) - at] = weight_of(next[n]);
+                if (column_of(next[n]) >= at)
+                    weights[n][column_of(next[n]) - at] = weight_of(next[n]);
         find_nearest();
     }
 };

@@ -72,6 +72,8 @@ def _decoded(encoding: str | None, name: str, parts: dict[str, Tensor], dtype: t
     codes = parts[name]
     if encoding is None:
         return codes.to(dtype)
+    if encoding == "bf12":
+        return _from_bf12(codes, *(parts[f"{name}.{x}"] for x in ("ends", "exponents", "escapes")))
     scale = parts[f"{name}.scale"].float()
     if encoding == "int4":
         low, high = (codes & 15).int() - 8, (codes >> 4).int() - 8
@@ -81,6 +83,27 @@ def _decoded(encoding: str | None, name: str, parts: dict[str, Tensor], dtype: t
     down, across = rows // scale.shape[0], columns // scale.shape[1]
     full = scale.repeat_interleave(down, 0).repeat_interleave(across, 1)
     return (codes * full).to(dtype)
+
+
+def _from_bf12(codes: Tensor, ends: Tensor, exponents: Tensor, escapes: Tensor) -> Tensor:
+    """Weight by weight."""
+    rows, columns = len(codes), codes.shape[1] // 3 * 2
+    bits = np.zeros((rows, columns), np.uint16)
+    table, listed = exponents[0].tolist(), escapes[0].numpy().view(np.uint32).tolist()
+    begin = 0
+    for row, data in enumerate(codes.tolist()):
+        for place in range(columns):
+            code = data[columns + place // 2] >> 4 * (place % 2) & 15
+            first, j = place // 64 * 64, place % 64
+            column = first + 8 * (j // 16) + j % 8 + (32 if j % 16 > 7 else 0)
+            if first + 64 > columns:  # the last 32
+                column = place
+            sign, mantissa = data[place] >> 7, data[place] & 127
+            bits[row, column] = sign << 15 | table[code] << 7 | mantissa
+        for entry in listed[begin : int(ends[row, 0])]:
+            bits[row, entry & 0xFFFF] = entry >> 16
+        begin = int(ends[row, 0])
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
 def fill(model: PreTrainedModel, folder: Path, dtype: str = "") -> None:

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.errors import CheckpointError, OutputError, UnknownName, UsageError
+from greenroom.errors import (
+    CheckpointError,
+    OutputError,
+    UnknownName,
+    UnsupportedModel,
+    UsageError,
+)
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.checkpoint.fingerprint import fingerprint
 from greenroom.hf.checkpoint.header import read_header
@@ -28,11 +34,13 @@ from tests.gguf_models import write
 from tests.hf.check.test_parity import assert_same, ids, streamed
 from tests.hf.conftest import one_line
 from tests.hf.pack.rig import experts, fill, header, packed, source
+from tests.models import cached_tiny
 from tests.quantised import compressed, fp8, mxfp4
 from tests.quantised_floats import floats
 
-KINDS = ("int8", "int4", "fp8", "same")
-FAR = {"int8": 0.02, "int4": 0.15, "fp8": 0.06, "same": 0.0}  # of the weights' own size
+KINDS = ("int8", "int4", "fp8", "bf12", "same")
+# Distances, relative to the weights.
+FAR = {"int8": 0.02, "int4": 0.15, "fp8": 0.06, "bf12": 0.0, "same": 0.0}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,6 +80,47 @@ def test_rounded_kernels_give_the_bits_of_plain_decoded_experts(kind: str, tmp_p
                 assert not any(layer.fallback_reason for layer in _layers(model))
                 outputs.append(model(input_ids=batch, use_cache=False).logits)
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_bf12_gives_the_bits_of_bfloat16(name: str) -> None:
+    """With the default kernels, for one token, for several and for a prompt."""
+    outputs = []
+    for folder in (source(name), packed("bf12", name)):
+        with streamed(folder, capacity=3, kernels="native") as model, torch.inference_mode():
+            assert not any(layer.fallback_reason for layer in _layers(model))
+            outputs.append([model(input_ids=ids(*of)).logits for of in ((1, 1), (2, 3), (1, 41))])
+    for got, want in zip(*outputs, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_bf12_of_other_weights(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="has weights in float16, but bf12 stores bfloat16"):
+        pack(str(source(dtype="float16")), tmp_path / "half", "bf12")
+    with pytest.raises(UnsupportedModel, match="has weights in q4_k, but bf12 stores bfloat16"):
+        pack(str(gguf(tmp_path)), tmp_path / "gguf", "bf12")
+    odd = cached_tiny("qwen3_moe", dtype="bfloat16", moe_intermediate_size=48)
+    with pytest.raises(UnsupportedModel, match="has 48 inputs, but bf12 needs a multiple of 32"):
+        pack(str(odd), tmp_path / "odd", "bf12")
+    with pytest.raises(UsageError, match="bf12 and --segments exclude each other"):
+        pack(str(source()), tmp_path / "cut", "bf12", segments=2)
+
+
+def test_bf12_of_weights_of_every_size(tmp_path: Path) -> None:
+    """A matrix with many exponents has no bf12; an infinite weight and a NaN have."""
+    from safetensors.torch import load_file, save_file
+
+    origin = Path(shutil.copytree(source(), tmp_path / "source"))
+    path = next(p for p in sorted(origin.glob("*.safetensors")) if _experts_in(p))
+    tensors = load_file(path)
+    weights = tensors[_experts_in(path)[0]].view(-1)
+    weights[3], weights[4] = torch.nan, torch.inf
+    save_file(tensors, path, {"format": "pt"})
+    pack(str(origin), tmp_path / "pack", "bf12")
+    weights[:] = torch.exp2(-torch.arange(len(weights)) % 100.0)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="too many weights with rare exponents for bf12"):
+        pack(str(origin), tmp_path / "other", "bf12")
 
 
 def _layers(model: Any) -> list[Any]:
@@ -385,7 +434,7 @@ def test_two_at_once(tmp_path: Path) -> None:
 
 
 def test_an_unknown_kind(tmp_path: Path) -> None:
-    with pytest.raises(UnknownName, match="int8, int4, fp8, same"):
+    with pytest.raises(UnknownName, match="int8, int4, fp8, bf12, same"):
         pack(str(source()), tmp_path / "pack", "int2")
 
 

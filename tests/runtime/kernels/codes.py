@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.core.layout import BLOCKS, PLAIN, SlotLayout
+from greenroom.hf.pack.exponents import bf12
 from greenroom.runtime.encodings import ENCODINGS
+from greenroom.runtime.encodings.bf12 import escape_room
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.matrix import has_format
 from tests.ggml_blocks import GGML, sane_scales
@@ -43,6 +45,7 @@ STYLES = (
     Style("int8", "float16", (1, 64)),
     Style("int4", "float16"),
     Style("fp8", "float32", (128, 128)),
+    Style("bf12", share=(1, 1 << 20)),
     Style("symmetric4", "float32", (1, 64)),
     Style("symmetric4", "bfloat16", (1, 32)),
     Style("symmetric4", "float16", (1, 128)),
@@ -53,7 +56,7 @@ STYLES = (
     Style("indexed8", "float32"),
 )
 # Encodings that multiply inputs of float32.
-FLOATS = ("iq1", "iq2", "iq3", "tq", "symmetric", "affine", "indexed", "fp8", PLAIN)
+FLOATS = ("iq1", "iq2", "iq3", "tq", "symmetric", "affine", "indexed", "fp8", "bf12", PLAIN)
 # Every affine encoding with every type of scales and codes.
 AFFINE_STYLES = tuple(
     Style(f"{kind}{bits}", scales, (1, group), codes)
@@ -76,6 +79,8 @@ def tensors_of(
 ) -> dict[str, Tensor]:
     """The parts of one matrix [outputs, inputs], with weights of about a trained model's size."""
     (rows, columns), (inputs, nbytes) = shape, BLOCKS[style.name]
+    if style.name == "bf12":
+        return bf12_tensors(name, shape, random)
     assert columns % inputs == 0
     raw = random.integers(0, 256, (rows, columns // inputs * nbytes), np.uint8)
     if style.name in GGML:
@@ -111,6 +116,23 @@ def tensors_of(
         runs = [random.permutation(columns) // across for _ in range(2 - rows % 2)]
         parts[f"{name}.index"] = torch.from_numpy(np.stack(runs).astype(np.int32))
     return parts
+
+
+def bf12_tensors(name: str, shape: tuple[int, ...], random: Any) -> dict[str, Tensor]:
+    """A matrix in bf12, some of whose weights have exponents without a code."""
+    weights = random.normal(size=shape)
+    rare = random.integers(0, weights.size, 12)
+    weights.flat[rare] *= np.exp2(random.integers(-40, -12, 12))
+    bits = torch.from_numpy(weights).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    rows, columns = shape
+    parts = {
+        name: np.zeros((rows, columns // 2 * 3), np.uint8),
+        f"{name}.ends": np.zeros((rows, 1), np.int32),
+        f"{name}.exponents": np.zeros((1, 16), np.uint8),
+        f"{name}.escapes": np.zeros((1, escape_room(rows, columns)), np.int32),
+    }
+    assert bf12(bits, *parts.values())
+    return {key: torch.from_numpy(part) for key, part in parts.items()}
 
 
 class Coded:

@@ -34,7 +34,7 @@ _AFFINE = {f"{kind}{bits}" for kind in ("symmetric", "affine", "indexed") for bi
 _GROUPS = {**PACKED, "mxfp4": GROUP, "nvfp4": 16, "ct_nvfp4": 16}
 # Formats of weights that are rounded to the model's type, as transformers does.
 ROUNDED = (PLAIN, "bf12")
-_NUMBERS = {(name, torch.bfloat16) for name in ("mxfp4", "gguf_mxfp4", "gguf_nvfp4")}
+_NUMBERS = {(name, torch.bfloat16) for name in ("bf12", "mxfp4", "gguf_mxfp4", "gguf_nvfp4")}
 
 if TYPE_CHECKING:
     from greenroom.runtime.kernels.layer import LayerExperts

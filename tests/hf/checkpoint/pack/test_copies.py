@@ -22,7 +22,7 @@ from tests.hf.check.test_parity import assert_same, ids, streamed
 from tests.hf.pack.rig import header, source
 
 _KEEP: list[TemporaryDirectory[str]] = []
-KINDS = [("int8", "int4"), ("same", "int4"), ("same", "int8"), ("fp8", "int4")]
+KINDS = [("int8", "int4"), ("same", "int4"), ("same", "int8"), ("fp8", "int4"), ("bf12", "int4")]
 
 
 @cache

@@ -71,6 +71,7 @@ class Kind:
 
 Q8, Q4, MXFP4 = Style("q8_0"), Style("q4_0"), Style("mxfp4", "uint8")
 AFFINE = Style("affine4", "float16")
+BF12 = Style("bf12", share=(1, 1 << 20))
 KINDS = (
     Kind("relu2", RELU2),
     Kind("silu", SILU, biased=True),
@@ -85,6 +86,7 @@ ENCODED_KINDS = (
     Kind("mxfp4-interleaved", CLAMPED, interleaved=True, biased=True, up=MXFP4, down=MXFP4),
     Kind("q4_0-rounded", up=Q4, down=Q4, kernels="rounded"),
     Kind("q4_0-precise", up=Q4, down=Q4, kernels="precise"),
+    Kind("bf12", up=BF12, down=BF12, kernels="rounded"),
     Kind("q4_k", up=Style("q4_k"), down=Style("q6_k")),
 )
 

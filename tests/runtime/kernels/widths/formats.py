@@ -17,6 +17,7 @@ from greenroom.core.layout import BLOCKS, PLAIN, SlotLayout, WeightSpec
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.matrix import (
     PANEL,
+    ROUNDED,
     Format,
     MatrixProduct,
     format_name,
@@ -87,7 +88,7 @@ class EncodedMatrix:
         name = format_name(self.spec)
         if self.style.name == PLAIN:
             return format_symbol(name, getattr(torch, self.style.scales))
-        if kernels == "rounded":
+        if kernels == "rounded" or name in ROUNDED:
             return format_symbol(name, dtype)
         same = planes_of(self.style) == planes_of(self.style, kernels)
         return format_symbol(name) if same else f"{format_symbol(name)}_{kernels}"

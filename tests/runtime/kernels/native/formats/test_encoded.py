@@ -23,7 +23,7 @@ from tests.runtime.kernels.toys import DTYPES, compute, experts, inputs
 TOKENS = (1, 3, 33)
 ROUNDED = ("symmetric4-bfloat16", "symmetric8-bfloat16", "affine8-bfloat16")
 INT4 = next(style for style in STYLES if style.name == "int4")
-EXACT = ("mxfp4", "gguf_mxfp4", "gguf_nvfp4")
+EXACT = ("bf12", "mxfp4", "gguf_mxfp4", "gguf_nvfp4")
 MXFP4 = next(style for style in STYLES if style.name == "mxfp4")
 BY_NAME = {str(style): style for style in STYLES}
 
