@@ -23,6 +23,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from greenroom.core.layout import BLOCKS, SlotLayout
+from greenroom.hf.pack.exponents import bf12
+from greenroom.runtime.encodings.bf12 import escape_room
 from greenroom.runtime.kernels import panel_order
 from greenroom.runtime.kernels.dense.accelerate import accelerate
 from greenroom.runtime.kernels.layer import LayerExperts
@@ -94,7 +96,7 @@ GGML = (
 )
 CODEBOOKS = "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"
 DECODED = (*CODEBOOKS, "tq2_0")  # ggml's types that are multiplied as float32
-STORED = (*GGML, "mxfp4", "int8", "int4", "fp8")
+STORED = (*GGML, "mxfp4", "int8", "int4", "fp8", "bf12")
 ENCODED_KERNELS = ("native", "rounded")
 KERNELS_OF = {name: make_kernel(name) for name in ENCODED_KERNELS}
 ENCODED_SHAPES = ((2048, 1024), (2048, 768))
@@ -143,6 +145,8 @@ def encoded_layer(
 def encoded_matrix(encoding: str, name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
     """Random codes [rows, ...] of an encoding, and small equal scales."""
     inputs, nbytes = BLOCKS[encoding]
+    if encoding == "bf12":
+        return bf12_matrix(name, rows, columns)
     codes = torch.randint(0, 255, (rows, columns // inputs * nbytes), dtype=torch.uint8)
     blocks = codes.view(-1, nbytes)
     for at in HALVES.get(encoding, ()):
@@ -163,6 +167,19 @@ def encoded_matrix(encoding: str, name: str, rows: int, columns: int) -> dict[st
     group, kind = (64, torch.int8) if encoding == "int8" else (32, torch.uint8)
     scale = torch.full((rows, columns // group), 1.25e-3).half()
     return {name: codes.view(kind), f"{name}.scale": scale}
+
+
+def bf12_matrix(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """A matrix of normal weights in bf12."""
+    bits = torch.randn(rows, columns).mul(0.02).bfloat16().view(torch.int16).numpy().view("u2")
+    parts = {
+        name: torch.empty(rows, columns // 2 * 3, dtype=torch.uint8),
+        f"{name}.ends": torch.empty(rows, 1, dtype=torch.int32),
+        f"{name}.exponents": torch.empty(1, 16, dtype=torch.uint8),
+        f"{name}.escapes": torch.empty(1, escape_room(rows, columns), dtype=torch.int32),
+    }
+    assert bf12(bits, *(part.numpy() for part in parts.values()))
+    return parts
 
 
 def encoded_rows(clock: Clock, only: list[str], sizes: list[int]) -> None:

@@ -110,7 +110,7 @@ def fill(passes: Passes, prompts: int = 12) -> None:
 def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     passes, decode, prefill = Passes(model), Counter[str](), Counter[str]()
     if args.memory is None and hasattr(model, "greenroom"):
-        fill(passes)
+        fill(passes, args.fill)
     passes.prefill(8)
     passes.decode(2)
     first = counters(model)
@@ -151,6 +151,7 @@ def main() -> None:
     parser.add_argument("--cache", default="100%", help="Greenroom's cache (100%%)")
     parser.add_argument("--options", default="{}", help="more options of greenroom.load, as JSON")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--fill", type=int, default=12, help="prompts that fill the cache, at most")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=1)

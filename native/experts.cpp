@@ -90,16 +90,17 @@ INLINE void multiply_bfloat16(
 
 // The same for an encoded matrix whose weights are rounded to bfloat16.
 INLINE void multiply_rounded(
-    const Matrix& matrix, const Product& p, uint8_t* scratch, const uint8_t* next) {
-    constexpr int64_t most = PAIR_INPUTS / 2;  // so that weights have room beside them
-    const int64_t K = p.inputs;
+    const Matrix& matrix, const Product& p, const BFloat16* x_rows, uint8_t* scratch,
+    const uint8_t* next) {
+    // Decoded weights need room beside them, and more of it in float32.
+    const int64_t K = p.inputs, most = matrix.format->multiply_pairs ? PAIR_INPUTS : PAIR_INPUTS / 2;
     BFloat16* memory = (BFloat16*)aligned(scratch);
     uint8_t* place = scratch + 2 * most * up_rounded(K, PAIRED) * PAIRED + 64;
     for (int64_t j = p.entries.start; j < p.entries.stop; j += most) {
-        const BFloat16* x[most];
-        float* out[most];
+        const BFloat16* x[PAIR_INPUTS];
+        float* out[PAIR_INPUTS];
         const int64_t tokens = least(most, p.entries.stop - j);
-        take_inputs(p, j, tokens, nullptr, memory, x, out);
+        take_inputs(p, j, tokens, x_rows, memory, x, out);
         multiply_rounded(
             matrix, p.first, {nullptr, K, p.count, p.block, p.carry, tokens, x, out, next},
             place);
@@ -228,7 +229,7 @@ struct Group {
     }
     // Is x multiplied where it lies?
     bool takes_rows(const ExpertMatrix& matrix) const {
-        return call.narrow && !matrix.format && has_pairs(true, matrix);
+        return call.narrow && has_pairs(true, matrix);
     }
 
     int64_t projections() const { return layer.width > layer.inner ? 2 : 1; }
@@ -282,12 +283,14 @@ struct Group {
             const ExpertMatrix& matrix = !unit.up ? layer.down : range ? layer.second : layer.up;
             const bool last = range == unit.ranges - 1;
             const bool pairs = has_pairs(unit.up, matrix);
+            const bool rows = unit.up && takes_rows(matrix);
+            const BFloat16* x_rows = rows ? (const BFloat16*)call.x : nullptr;
             if (matrix.format) {
                 const Matrix encoded{matrix.format, matrix.layout, base};
                 const uint8_t* next =
                     last ? next_codes(next_unit)
                          : row_codes(*layer.second.layout, base, unit.first + layer.inner);
-                if (pairs) multiply_rounded(encoded, product, scratch, next);
+                if (pairs) multiply_rounded(encoded, product, x_rows, scratch, next);
                 else
                     multiply_encoded(encoded, product, unit.up ? packed : call.act, scratch,
                                      call.sequential_rows, next);
@@ -295,8 +298,6 @@ struct Group {
                 const BFloat16* weights = (const BFloat16*)(base + matrix.offset);
                 const void* next = last ? (const void*)next_codes(next_unit)
                                         : weights + (unit.first + layer.inner) * layer.hidden;
-                const bool rows = unit.up && takes_rows(matrix);
-                const BFloat16* x_rows = rows ? (const BFloat16*)call.x : nullptr;
                 multiply_bfloat16(weights, product, x_rows, scratch, next);
             } else if (layer.transposed) {
                 multiply_transposed((const T*)(base + matrix.offset), product, scratch);
@@ -346,7 +347,9 @@ void group(GroupCall& call) {
 EXPORT int64_t expert_scratch_bytes(int64_t hidden, int64_t inner) {
     int64_t rows = (WIDENED_ROWS + 3) * (hidden > inner ? hidden : inner);
     int64_t strip = BLOCK * STRIP * LANES;
-    // Narrowed inputs take less, also half of them beside rows of weights that are rounded.
+    // Narrowed inputs take less, also beside four rows of bfloat16, and half of them beside rows of
+    // weights that are rounded.
+    static_assert(2 * PAIR_INPUTS + 2 * PAIR_ROWS <= 4 * WIDENED_ROWS + 8);
     static_assert(2 * PAIR_INPUTS <= 4 * WIDENED_ROWS);
     static_assert(PAIR_INPUTS + 4 * PAIR_ROWS + 17 <= 4 * WIDENED_ROWS + 12);
     return 4 * ((rows > strip ? rows : strip) + 1024 + 2 * up_rounded(hidden, LANES) * LANES);

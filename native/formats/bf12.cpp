@@ -240,7 +240,8 @@ void multiply_bfloat16(RowsCall* call, const PairsCall* p) {
     for (int64_t n = 0; n < call->rows; n += PAIR_ROWS) {
         const int64_t rows = least(PAIR_ROWS, call->rows - n), K = call->inputs;
         for (int64_t i = 0; i < rows; i++) narrow_row(matrix, call->first + n + i, w + i * K);
-        multiply_pairs({w, K, rows, p->block, p->carry, p->tokens, p->x, out, w});
+        const void* next = n + rows < call->rows ? matrix.row(call->first + n + rows) : call->next;
+        multiply_pairs({w, K, rows, p->block, p->carry, p->tokens, p->x, out, next});
         for (int64_t t = 0; t < p->tokens; t++) out[t] += rows;
     }
 }

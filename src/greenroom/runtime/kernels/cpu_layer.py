@@ -27,7 +27,7 @@ class CpuLayerPlan:
                             none is packed
     sums_in_region: may one token's last group be summed in the parallel region that computes it?
     group_template, sum_template, norm_template: calls with the fields of every step
-    multiplies_pairs: plain bfloat16 matrices take rows of inputs as they are (native/pairs.hpp)
+    multiplies_pairs: bfloat16 matrices take rows of inputs as they are (native/pairs.hpp)
     """
 
     __slots__ = (
@@ -51,7 +51,8 @@ class CpuLayerPlan:
         self.down_planes = self.matrices[1].planes if encoded else 0
         assert len({each.planes for each in self.matrices} - {0}) <= 1  # inputs are packed once
         plain = not encoded and not layer.transposed
-        self.multiplies_pairs = plain and layer.dtype is torch.bfloat16
+        pairs = plain or (encoded and all(each.bfloat16 for each in self.matrices[::2]))
+        self.multiplies_pairs = bool(pairs) and layer.dtype is torch.bfloat16
         self.up_bias, self.down_bias = layer.up_bias, layer.down_bias
         structure = library().structure
         self.group_type, self.sum_type = structure("GroupCall"), structure("SumCall")

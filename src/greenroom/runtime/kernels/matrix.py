@@ -46,9 +46,10 @@ class MatrixProduct:
     arguments: addresses of the code and of the description of the matrix's layout
     planes: planes of bytes of an input row that is packed as integers (native/formats/inputs.hpp);
             0: input rows stay float32
+    bfloat16: weights are of this type, or rounded to it, and multiplied by pairs
     """
 
-    __slots__ = ("_layout", "_product", "arguments", "planes")
+    __slots__ = ("_layout", "_product", "arguments", "bfloat16", "planes")
 
     def __init__(
         self, weight: WeightSpec, dtype: torch.dtype, kernels: str = "native", first: int = 0
@@ -84,7 +85,7 @@ class MatrixProduct:
                 panel_rows,
             ],
         )
-        self.planes = int(self._product.planes)
+        self.planes, self.bfloat16 = int(self._product.planes), bool(self._product.bfloat16)
         self.arguments = ctypes.addressof(self._product), self._layout.buffer_info()[0]
 
 
