@@ -73,6 +73,9 @@ def attach(
         greenroom.warm_up()
         assert setup.source is not None
         setup.source.stamps.check("while it was loaded")
+        if budget.pressure:
+            fewest = max(budget.min_slots, least_slots(setup))
+            greenroom.watch_pressure(fewest, fixed=config.pressure == "on")
     except BaseException:
         greenroom.detach()
         raise
