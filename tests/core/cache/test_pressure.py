@@ -24,8 +24,8 @@ SLOT, RESERVE = 10, 100  # bytes
 FULL = CacheSize(least=4, full=80, capacity=80, filled=80)
 
 
-def reading(at: float, free: int, own: int = 0, stalled: bool = False) -> MemoryReading:
-    return MemoryReading(at, free, own, stalled)
+def reading(at: float, free: int, resident: int = 0, stalled: bool = False) -> MemoryReading:
+    return MemoryReading(at, free, resident, stalled)
 
 
 def rule() -> PressureRule:
@@ -61,8 +61,8 @@ def test_a_growing_process_is_met_before_memory_is_short() -> None:
 
 def test_what_this_process_takes_is_no_growth_of_others() -> None:
     one = rule()
-    assert one.decide(reading(0, 480, own=0), FULL) == 80
-    assert one.decide(reading(0.1, 380, own=100), FULL) == 80
+    assert one.decide(reading(0, 480, resident=0), FULL) == 80
+    assert one.decide(reading(0.1, 380, resident=100), FULL) == 80
 
 
 def test_unfilled_slots_are_given_up_first() -> None:
@@ -98,6 +98,8 @@ def test_a_growth_too_early_doubles_the_calm() -> None:
     one.decide(reading(CALM_S + 1.1, 50), replace(FULL, capacity=45, filled=45))
     assert one.calm_s == 2 * CALM_S  # of one shortage only once
     one.decide(reading(1000, 1000), size)
+    assert one.calm_s == 2 * CALM_S  # the cache is not full yet
+    one.decide(reading(2000, 1000), FULL)
     assert one.calm_s == CALM_S
 
 
@@ -106,7 +108,7 @@ def test_readings_are_rare_while_much_is_free() -> None:
     assert one.next_reading_s(FULL) == LONGEST_S
     one.decide(reading(0, 8 * MOST_RESERVE), FULL)
     assert one.next_reading_s(FULL) == LONGEST_S
-    one.decide(reading(1, 2 * MOST_RESERVE + 1, own=6 * MOST_RESERVE), FULL)
+    one.decide(reading(1, 2 * MOST_RESERVE + 1, resident=6 * MOST_RESERVE), FULL)
     assert one.next_reading_s(FULL) == SHORTEST_S
     assert one.next_reading_s(replace(FULL, capacity=4)) == LONGEST_S  # nothing to give
 

@@ -24,15 +24,15 @@ CALM_S, MOST_CALM_S = 5.0, 320.0  # without shortage before the first growth
 class MemoryReading:
     """Free memory at one moment.
 
-    at:      time of the reading, in seconds of any clock
-    free:    bytes that processes can still take: the least of the machine and of each cgroup
-    own:     resident bytes of this process
-    stalled: whether processes have waited for memory since the last reading
+    at:       time of the reading, in seconds of any clock
+    free:     bytes that processes can still take: the least of the machine and of each cgroup
+    resident: resident bytes of this process
+    stalled:  whether processes have waited for memory since the last reading
     """
 
     at: float
     free: int
-    own: int
+    resident: int
     stalled: bool = False
 
 
@@ -74,7 +74,8 @@ class PressureRule:
       full cache at a time, never below the fewest slots with which a pass can run.
     - After 5 s without shortage it grows by a sixteenth a second, as far as twice the reserve stays
       free once all its slots are filled.
-    - A growth that turns out too early doubles the 5 s, up to 320 s; as long a calm resets them.
+    - A growth that turns out too early doubles the 5 s, up to 320 s. They are 5 s again after a
+      full cache was calm for 320 s.
     """
 
     def __init__(self, reserve: int, slot_bytes: int) -> None:
@@ -91,9 +92,11 @@ class PressureRule:
         forecast = self._forecast(reading)
         if forecast < mark:
             return self._shrink(now, 2 * self.reserve - forecast, size)
-        if now - max(self._short_at, self._grown_at) >= MOST_CALM_S:
-            self.calm_s = CALM_S
-        if size.capacity >= size.full or not self._may_grow(now):
+        if size.capacity >= size.full:
+            if now - max(self._short_at, self._grown_at) >= MOST_CALM_S:
+                self.calm_s = CALM_S
+            return size.capacity
+        if not self._may_grow(now):
             return size.capacity
         step = min(max(1, size.full // GROWTH), size.full - size.capacity)
         unfilled = size.capacity - size.filled + step
@@ -115,8 +118,8 @@ class PressureRule:
         if last is None or reading.at <= last.at:
             self._growth = 0.0
             return
-        taken = (last.free + last.own) - (reading.free + reading.own)
-        self._growth = max(0.0, taken / (reading.at - last.at))
+        difference = (last.free + last.resident) - (reading.free + reading.resident)
+        self._growth = max(0.0, difference / (reading.at - last.at))
 
     def _forecast(self, reading: MemoryReading) -> float:
         return reading.free - self._growth * HORIZON_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from transformers import PreTrainedModel
@@ -56,13 +57,19 @@ class Greenroom:
     It reads experts from disk into memory slots as the model needs them.
     """
 
+    original_generation_config: Any = None  # before `load` changed it
+    warm_experts = 0  # experts that were read because of earlier runs
+    process_bytes: int | None = None  # without dense parts and slots; None: not measured
+    pressure: PressureWatcher | None = None  # None: the cache never shrinks for other processes
+    on_growth: Callable[[], None] = staticmethod(lambda: None)  # after slots were taken again
+    _head_timer: HeadTimer | None = None
+
     def __init__(
         self, model: PreTrainedModel, setup: ModelSetup, store: Store | None = None
     ) -> None:
         """Attach an expert cache that reads from `store`, or from the checkpoint's files."""
         module_guard.remove(model)  # an earlier cache's guard refuses to move modules to a device
         self._model, self.setup = weakref.ref(model), (setup := with_panels(setup))
-        self.original_generation_config: Any = None  # before `load` changed it
         self.kernel: Kernel = make_kernel(kernels_of(setup))
         modules = [model.get_submodule(name) for name in setup.catalog.layers]
         predictors = None
@@ -95,13 +102,8 @@ class Greenroom:
         if self._split_counts is not None:
             self._split_counts.forecast = self.driver.scheduler.view.forecast
         self._warm_start = WarmStart(key, self.driver, history, name, self.predictor)
-        self.warm_experts = 0  # experts that were read because of earlier runs
-        self.process_bytes: int | None = None  # without dense parts and slots; None: not measured
         self._close = weakref.finalize(model, self.driver.close)
-        self.pressure: PressureWatcher | None = None
-        self._fixed_slots = setup.capacity
-        self._resize_lock = threading.Lock()
-        self._head_timer: HeadTimer | None = None
+        self._fixed_slots, self._resize_lock = setup.capacity, threading.Lock()
         self._stats_base = self._totals()
         self.bindings = Bindings(self.kernel, modules, setup, self.engines, self.driver)
         observers: list[Observer] = [
@@ -300,7 +302,12 @@ class Greenroom:
 
         setup = self.setup
         self.pressure = PressureWatcher(
-            driver, setup.catalog.slot_bytes, setup.budget_bytes, slots, self._resize_lock
+            driver,
+            setup.catalog.slot_bytes,
+            setup.budget_bytes,
+            slots,
+            self._resize_lock,
+            on_growth=lambda: greenroom.on_growth() if (greenroom := ref()) is not None else None,
         )
         weakref.finalize(self, self.pressure.stop)
 

@@ -50,7 +50,6 @@ def load(
     read all its experts into memory by `model.greenroom.materialize()`. Raises GreenroomError.
 
     `model` is a folder, a GGUF file, a hub id (or owner/name:Q4_K_M), or `demo`. Options:
-
     memory: limit for the process (with a GPU, for GPU memory): "8GiB", "60%", "auto" (default)
     host_memory: with a GPU, the limit for the process in host memory, in the form of `memory`
     cache: size of the expert cache, instead of `memory`: "25%" of the experts, or "2GiB"
@@ -67,7 +66,6 @@ def load(
     direct: bypass the page cache when experts are read: auto, on, off
     read_limit: most bytes that are read in a second, to imitate a slower disk: "50MB"
     repack: folder for a copy of the model in which each expert is one range; made if missing
-
     policy: eviction policy of the expert cache: auto, lru, llru, moe-infinity, ...
     scope: division of slots among layers: shared (none), per-layer (equal), "N,N,...", a file
     pin: file of experts that are never evicted, made by `greenroom trace hot`

@@ -39,7 +39,7 @@ class LimitedSlots(Protocol):
 
 
 class FixedSlots:
-    """Slots of an expert cache of fixed size (`--cache`), which may be limited for a time."""
+    """Slots of an expert cache of fixed size, which may be limited for a time."""
 
     def __init__(self, driver: Driver, slots: int, min_slots: int) -> None:
         self._driver, self._slots, self.min_slots = driver, slots, min(min_slots, slots)
@@ -74,8 +74,7 @@ class CacheChange:
 class PressureWatcher:
     """Thread that shrinks an expert cache while memory is short, and grows it again afterwards.
 
-    changes:   the latest changes of the cache's size
-    on_growth: called in the thread after the cache has grown
+    `changes` has the latest changes of the cache's size.
     """
 
     def __init__(
@@ -86,24 +85,25 @@ class PressureWatcher:
         slots: Callable[[], LimitedSlots | None],
         lock: threading.Lock,
         sensor: PressureSensor | None = None,
+        on_growth: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the thread, which ends when `slots` returns None, or with `stop`.
 
-        budget: memory budget of the process in bytes, if it has one
-        lock:   held while the cache is resized
+        budget:    memory budget of the process in bytes, if it has one
+        lock:      held while the cache is resized
+        on_growth: called in the thread after the cache has grown
         """
         self._driver, self._slots, self._lock = driver, slots, lock
         self._sensor = PressureSensor() if sensor is None else sensor
-        self._ends = False
+        self._ends, self._on_growth = False, on_growth
         self.changes: deque[CacheChange] = deque(maxlen=CHANGES)
-        self.on_growth: Callable[[], None] = lambda: None
         self._shrinks = self._growths = self._released = 0
         self._shortage = ""
         self._slot_bytes = slot_bytes
         reading = self._sensor.read()
         to_take = driver.scheduler.view.free_slots * slot_bytes
         if budget is not None:
-            to_take = max(0, budget - reading.own)
+            to_take = max(0, budget - reading.resident)
         self._rule = PressureRule(reserve_for(reading.free, to_take), slot_bytes)
         self._thread = threading.Thread(target=self._run, name="greenroom-pressure", daemon=True)
         self._thread.start()
@@ -180,8 +180,9 @@ class PressureWatcher:
             self._shortage = f"only {show_bytes(reading.free)} of memory was free"
             if reading.stalled:
                 self._shortage += ", and processes waited for memory"
-            log.info("the expert cache shrinks from %d to %d slots: %s", before, now, self._shortage)
+            cause = self._shortage
+            log.info("the expert cache shrinks from %d to %d slots: %s", before, now, cause)
         elif now > before:
             self._growths += 1
             log.info("the expert cache grows from %d to %d slots", before, now)
-            self.on_growth()
+            self._on_growth()

@@ -101,7 +101,7 @@ class SlotBudget:
         self._resized_for = self._last_need.total
 
     def full_slots(self) -> int:
-        """Return the number of slots that the budget leaves beside the needs of the last pass."""
+        """Return the number of slots that the last pass's needs leave."""
         return self._slots(self._last_need)
 
     def limit_slots(self, slots: int) -> None:

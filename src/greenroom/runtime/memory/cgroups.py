@@ -70,7 +70,7 @@ def memory_cgroups(membership: Path = MEMBERSHIP, root: Path = ROOT) -> list[Mem
     `membership` is the file that lists a process's cgroups, `root` where they are mounted. The
     list is empty where the system has no cgroups.
     """
-    found = []
+    groups = []
     with contextlib.suppress(OSError):
         for line in membership.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -81,5 +81,5 @@ def memory_cgroups(membership: Path = MEMBERSHIP, root: Path = ROOT) -> list[Mem
             else:
                 continue
             folder = top / path.strip("/")
-            found += [make(each) for each in (folder, *folder.parents) if each.is_relative_to(top)]
-    return found
+            groups += [make(each) for each in (folder, *folder.parents) if each.is_relative_to(top)]
+    return groups

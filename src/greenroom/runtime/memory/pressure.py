@@ -45,6 +45,11 @@ class PressureSensor:
             with contextlib.suppress(OSError):  # no PSI, or no right
                 self._add_trigger(path)
 
+    @property
+    def triggers(self) -> int:
+        """The number of PSI files that end a `wait` early."""
+        return len(self._triggers)
+
     def _add_trigger(self, path: Path) -> None:
         trigger = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         try:
@@ -88,9 +93,9 @@ class PressureSensor:
 
 
 def stalled_s(path: Path) -> float:
-    """Return for how many seconds some process has waited for memory so far, from a PSI file.
+    """Return the seconds of waiting for memory that a PSI file counts.
 
-    0 without the file.
+    0 without the file. Processes that wait at the same time count once.
     """
     with contextlib.suppress(OSError, ValueError):
         first = path.read_text().partition("\n")[0]
