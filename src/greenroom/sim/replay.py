@@ -22,6 +22,7 @@ from greenroom.core.pieces import Ints
 from greenroom.core.policy import Arrays, CacheState, LogicalTime, Policy
 from greenroom.core.stream import Stream
 from greenroom.errors import BudgetError, UsageError
+from greenroom.sim.resizes import cut_ranges, resize
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def replay(
     detail: bool = False,
     pinned: Sequence[tuple[int, Ints]] = (),
     learned: Arrays | None = None,
+    resizes: Sequence[tuple[int, int]] = (),
 ) -> ReplayResult:
     """Replay expert requests through an initially empty cache, and count misses.
 
@@ -71,6 +73,8 @@ def replay(
               once they are in the cache, and those of the entry before may be; not with `reset`
     learned:  what the policy has learned in an earlier replay (empty: nothing), so that the result
               has what it has learned at the end; not with `reset`
+    resizes:  (step, capacity) in ascending order: from that step on, the cache holds so many
+              experts; not with `reset`
 
     Releases the GIL. Raises UsageError for an impossible capacity, scope or pin, BudgetError if
     pinned experts leave no slot for others, and ValueError if `learned` does not fit.
@@ -78,12 +82,14 @@ def replay(
     check_pin(pin)
     layer = layer_of_ids(offsets)
     check_capacity(capacity, layer.size)
-    sizes = split_capacity(capacity, len(offsets) - 1, scope, np.diff(offsets).tolist())
+    counts = np.diff(offsets).tolist()
+    sizes_at = {step: split_capacity(n, len(counts), scope, counts) for step, n in resizes}
+    sizes = sizes_at.get(0) or split_capacity(capacity, len(counts), scope, counts)
     loop = _bound_loop(policy)
     missed = np.zeros(stream.pieces.size if detail else 0, np.bool_)
     misses = 0
     if reset:
-        _check_reset(pinned, learned)
+        _check_reset(pinned, learned, resizes)
     exported = None
     for begin, end in step_ranges(stream, reset):
         state = empty_state(layer, sizes)
@@ -93,7 +99,10 @@ def replay(
             preload(state, policy.preload(setup))
         if learned:
             policy.restore_learned(memory, learned)
-        for first, last, stay in _pinned_ranges(pinned, begin, end):
+        for first, last, stay in cut_ranges(_pinned_ranges(pinned, begin, end), list(sizes_at)):
+            if sizes_at.get(first, sizes) != sizes:
+                sizes = sizes_at[first]
+                state = resize(state, memory, policy, layer, sizes, stream, first)
             state.pinned[:] = 0
             state.pinned[stay] = 1
             open_to = _open_to_others(state, sizes, stay)
@@ -143,8 +152,12 @@ def _pinned_ranges(
     return [(s, e, pieces) for (s, pieces), e in zip(changes, ends, strict=True) if s < e]
 
 
-def _check_reset(pinned: Sequence[tuple[int, Ints]], learned: Arrays | None) -> None:
+def _check_reset(
+    pinned: Sequence[tuple[int, Ints]], learned: Arrays | None, resizes: Sequence[tuple[int, int]]
+) -> None:
     """Check that nothing is pinned or learned before requests that start with an empty cache."""
+    if resizes:
+        raise UsageError("--resize and --reset exclude each other: leave one out")
     if learned is not None:
         raise ValueError("`reset` and `learned` exclude each other: leave one out")
     if pinned:

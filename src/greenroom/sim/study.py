@@ -35,6 +35,7 @@ from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.sim.foresight import check_predictors
 from greenroom.sim.pinned import pinned_by_step
 from greenroom.sim.replay import ReplayResult, replay
+from greenroom.sim.resizes import parse_resizes, steps_of
 from greenroom.sim.timed import SimulatedTimes, time_trace
 from greenroom.trace import Trace, stream
 
@@ -67,6 +68,7 @@ class Study(EventOptions):
     costs:        speeds of the simulated machine; None counts misses only, without prefetching
     expert_bytes: bytes of an expert
     pins:         experts of tasks that are never evicted; only without costs, in order runtime
+    resizes:      (token, capacity): the cache has another size from that token on; without costs
     """
 
     trace: Trace
@@ -75,6 +77,7 @@ class Study(EventOptions):
     costs: Costs | None = None
     expert_bytes: int = 0
     pins: Pins | None = None
+    resizes: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, trace: Trace, order: str, **options: Any) -> Study:
@@ -98,8 +101,12 @@ class Study(EventOptions):
         timed: dict[str, Any] = {}
         if self.costs is None:
             pinned = pinned_by_step(self.trace, self.requests, self.pins) if self.pins else ()
+            tokens = [token for token, _ in self.resizes]
+            steps = steps_of(self.trace, self.requests, self.order, tokens)
+            resizes = [(step, n) for step, (_, n) in zip(steps, self.resizes, strict=True)]
             result = replay(
-                self.requests, self.trace.offsets, cell.capacity, chosen, pinned=pinned, **options
+                self.requests, self.trace.offsets, cell.capacity, chosen, pinned=pinned,
+                resizes=resizes, **options,
             )  # fmt: skip
         elif not self._needs_events(cell):
             result = time_trace(
@@ -155,7 +162,8 @@ class Study(EventOptions):
         head = self.trace.head(2)
         with suppress(UsageError):  # the cell itself reports its errors
             requests = stream(head, self.order)
-            replace(self, trace=head, requests=requests, pins=None, history=None).run(cell)
+            alone = replace(self, trace=head, requests=requests, pins=None, resizes=())
+            replace(alone, history=None).run(cell)
 
 
 def capacities(text: str, experts: int, option: str = "--capacity") -> list[int]:
@@ -223,9 +231,18 @@ def study_of(config: SimulateConfig, trace: Trace, machine: Machine | None) -> S
     if config.approximation() is not None:
         check_weights(trace)
     pins = None if config.pin in PINS else Pins.load(config.pin, trace.offsets.tolist())
+    experts = int(trace.offsets[-1])
+    resizes = tuple(
+        (token, _capacity(size, experts, "--resize"))
+        for token, size in (parse_resizes(config.resize) if config.resize is not None else ())
+    )
+    if resizes and resizes[-1][0] >= trace.tokens:
+        raise UsageError(
+            f"--resize {config.resize}: the trace has only {trace.tokens} tokens, from 0 on"
+        )
     return Study.of(
         trace, config.replayed, scope=scope_of(config.scope), seed=config.seed, reset=config.reset,
-        ahead=config.ahead, pins=pins, split=split_of(config.split), config=config,
+        ahead=config.ahead, pins=pins, resizes=resizes, split=split_of(config.split), config=config,
         nested=config.nested, **machine_options(config, trace, machine),
     )  # fmt: skip
 
