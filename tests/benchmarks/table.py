@@ -102,6 +102,8 @@ ROWS = (
     Row("shared_cores.py", "{shape} --threads 1 --rounds 1 --seconds 0.1 --llama-bench {llama}",
         ("engine", "quiet, tokens/s", "busy, tokens/s", "share", "greenroom's share / its share")),
     Row("pack.py", "{model} --out {out} --kinds int8", ("experts", "packing, s", "floor, s")),
+    Row("pressure.py", "demo --cache 100% --limit 1.6GB --take 0.9 --seconds 1 --threads 1"
+        " --pressure on", ("pressure", "ended", "release s", "slots", "back s"), limited=True),
     Row("startup.py", "--repeats 1 --parts help warm --own-cache",
         ("start-up", "first text, s", "end, s")),
     Row("context.py", "demo --contexts 64 128 --tokens 4 --out {out}",

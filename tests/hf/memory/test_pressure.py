@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,43 +14,8 @@ import greenroom
 from greenroom.core.cache.pressure import CALM_S, MemoryReading
 from greenroom.errors import BudgetError, UsageError
 from greenroom.hf.memory import pressure as module
+from tests.hf.memory.sensor import PATIENCE, PLENTY, SHORT, FakeSensor
 from tests.models import cached_tiny
-
-PATIENCE = 60.0
-MIB = 1 << 20
-PLENTY, SHORT = 100 << 30, 0  # free bytes
-
-
-class Sensor:
-    """A sensor whose readings the test makes; each `wait` ends with the next one."""
-
-    def __init__(self) -> None:
-        self.readings: queue.Queue[MemoryReading | None] = queue.Queue()
-        self.next = MemoryReading(0.0, PLENTY, 0)
-        self.now, self.handled, self.closed = 0.0, threading.Semaphore(0), False
-        self._first = True
-
-    def wait(self, seconds: float) -> None:
-        if not self._first:
-            self.handled.release()
-        self._first = False
-        if (reading := self.readings.get()) is not None:
-            self.next = reading
-
-    def read(self) -> MemoryReading:
-        return self.next
-
-    def stop_waiting(self) -> None:
-        self.readings.put(None)
-
-    def close(self) -> None:
-        self.closed = True
-
-    def report(self, free: int, after_s: float = 1.0) -> None:
-        """Make a reading, and wait until the watcher has reacted."""
-        self.now += after_s
-        self.readings.put(MemoryReading(self.now, free, 0))
-        assert self.handled.acquire(timeout=PATIENCE), "the watcher does not react"
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +24,14 @@ def folder() -> Any:
 
 
 @pytest.fixture
-def sensor(monkeypatch: pytest.MonkeyPatch) -> Sensor:
-    made = Sensor()
+def sensor(monkeypatch: pytest.MonkeyPatch) -> FakeSensor:
+    made = FakeSensor()
     monkeypatch.setattr(module, "PressureSensor", lambda: made)
     return made
 
 
 @pytest.fixture
-def load(folder: Any, sensor: Sensor) -> Iterator[Callable[..., Any]]:
+def load(folder: Any, sensor: FakeSensor) -> Iterator[Callable[..., Any]]:
     models = []
 
     def load(**options: Any) -> Any:
@@ -89,7 +52,7 @@ def answer(model: Any) -> list[int]:
 
 @pytest.mark.parametrize("options", [{"memory": "60GiB"}, {"cache": "100%", "pressure": "on"}])
 def test_the_cache_shrinks_to_its_fewest_slots_and_returns(
-    load: Callable[..., Any], sensor: Sensor, options: dict[str, Any]
+    load: Callable[..., Any], sensor: FakeSensor, options: dict[str, Any]
 ) -> None:
     model = load(**options)
     room, full = model.greenroom, model.greenroom.capacity
@@ -120,7 +83,7 @@ def test_the_cache_shrinks_to_its_fewest_slots_and_returns(
 
 
 def test_keys_and_values_take_slots_while_the_cache_is_limited(
-    load: Callable[..., Any], sensor: Sensor
+    load: Callable[..., Any], sensor: FakeSensor
 ) -> None:
     model = load(memory="60GiB")
     room = model.greenroom
@@ -157,7 +120,7 @@ def test_a_fixed_size_is_kept_unless_it_is_told_otherwise(load: Callable[..., An
 
 @pytest.mark.parametrize("pressure", ["auto", "on"])
 def test_a_size_that_the_user_sets_later_is_the_new_full_size(
-    load: Callable[..., Any], sensor: Sensor, pressure: str
+    load: Callable[..., Any], sensor: FakeSensor, pressure: str
 ) -> None:
     model = load(memory="60GiB", pressure=pressure)
     room = model.greenroom
@@ -178,7 +141,7 @@ def test_a_size_that_the_user_sets_later_is_the_new_full_size(
 
 
 def test_slots_are_given_back_between_the_layers_of_an_answer(
-    load: Callable[..., Any], sensor: Sensor
+    load: Callable[..., Any], sensor: FakeSensor
 ) -> None:
     """The reading comes while a layer's experts are computed: the resize waits for its end."""
     model = load(memory="60GiB")
@@ -215,7 +178,7 @@ def test_the_thread_ends_with_the_model(load: Callable[..., Any], folder: Any) -
     assert not thread.is_alive()
 
 
-def test_a_closed_cache_is_left_alone(load: Callable[..., Any], sensor: Sensor) -> None:
+def test_a_closed_cache_is_left_alone(load: Callable[..., Any], sensor: FakeSensor) -> None:
     model = load(memory="60GiB")
     model.greenroom.driver.close()
     sensor.readings.put(MemoryReading(1.0, SHORT, 0))
