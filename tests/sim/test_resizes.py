@@ -13,8 +13,8 @@ from greenroom.core.cache.cache import Cache
 from greenroom.core.pieces import Pieces
 from greenroom.errors import UsageError
 from greenroom.policies import POLICIES, policy
-from greenroom.sim.replay import replay
-from greenroom.sim.resizes import cut_ranges, parse_resizes
+from greenroom.sim.replay import cut_ranges, replay
+from greenroom.sim.study import parse_resizes
 from tests.policies.reference import Step
 from tests.policies.streams import LAYERS, OFFSETS, as_stream, one_layer, steps, tokens
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
 from greenroom.config import (
     PINS,
     Amount,
@@ -35,7 +37,6 @@ from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.sim.foresight import check_predictors
 from greenroom.sim.pinned import pinned_by_step
 from greenroom.sim.replay import ReplayResult, replay
-from greenroom.sim.resizes import parse_resizes, steps_of
 from greenroom.sim.timed import SimulatedTimes, time_trace
 from greenroom.trace import Trace, stream
 
@@ -162,8 +163,8 @@ class Study(EventOptions):
         head = self.trace.head(2)
         with suppress(UsageError):  # the cell itself reports its errors
             requests = stream(head, self.order)
-            alone = replace(self, trace=head, requests=requests, pins=None, resizes=())
-            replace(alone, history=None).run(cell)
+            study = replace(self, trace=head, requests=requests, pins=None, resizes=())
+            replace(study, history=None).run(cell)
 
 
 def capacities(text: str, experts: int, option: str = "--capacity") -> list[int]:
@@ -195,6 +196,38 @@ def _capacity(text: str, experts: int, option: str) -> int:
             f"{option} {text}: this share of {experts} experts is less than one expert"
         )
     return int(amount * experts / 100)
+
+
+def parse_resizes(text: str) -> list[tuple[int, str]]:
+    """Parse a list of resizes, TOKEN:SIZE[,TOKEN:SIZE...]: (token, size as text), ascending.
+
+    Raises UsageError for anything else.
+    """
+    resizes = []
+    for item in text.split(","):
+        token, colon, size = item.strip().partition(":")
+        if not (colon and token.isdecimal() and size):
+            raise UsageError(
+                f"--resize {item.strip()!r}: give the number of a token and the size of the cache"
+                " from there on, as 1000:12%"
+            )
+        resizes.append((int(token), size))
+    tokens = [token for token, _ in resizes]
+    if tokens != sorted(set(tokens)):
+        raise UsageError(f"--resize {text}: give every token once, in ascending order")
+    return resizes
+
+
+def steps_of(trace: Trace, stream: Stream, order: str, tokens: Sequence[int]) -> list[int]:
+    """Return the step of a replay with which each of some tokens begins.
+
+    In order `runtime`, it is the first step of the forward pass that computes the token.
+    """
+    if order == "runtime":
+        numbers = np.searchsorted(trace.pass_starts, tokens, side="right") - 1
+    else:
+        numbers = np.asarray(tokens)
+    return [int(step) for step in np.searchsorted(stream.token, numbers)]
 
 
 def split_names(text: str) -> list[str]:
