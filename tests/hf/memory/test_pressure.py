@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import greenroom
+from greenroom.core.cache.pins import Pins, Task
 from greenroom.core.cache.pressure import CALM_S, MemoryReading
 from greenroom.errors import BudgetError, UsageError
 from greenroom.hf.memory import pressure as module
@@ -80,6 +84,27 @@ def test_the_cache_shrinks_to_its_fewest_slots_and_returns(
     assert counts["growths"] == len(grown)
     assert counts["released_bytes"] == (full - fewest) * room.setup.catalog.slot_bytes
     assert counts["cause"] == "only 0 B of memory was free"
+
+
+def test_every_layer_keeps_a_slot_beside_its_pinned_experts(
+    load: Callable[..., Any], sensor: FakeSensor, tmp_path: Path
+) -> None:
+    """Half of the first layer is pinned: with equal shares each layer needs one slot more."""
+    plain = load(cache="100%", pressure="on", scope="per-layer")
+    for _ in range(12):
+        sensor.report(SHORT, 0.05)
+    layers = len(plain.greenroom.setup.catalog.layers)
+    assert plain.greenroom.capacity == layers
+    expected = answer(plain)
+    offsets = plain.greenroom.setup.catalog.offsets
+    pins = tmp_path / "pins.json"
+    task = Task(np.arange(4), np.ones(offsets[-1]))
+    pins.write_text(json.dumps(Pins({"a": task}, tuple(offsets)).as_json()))
+    pinned = load(cache="100%", pressure="on", scope="per-layer", pin=str(pins))
+    for _ in range(12):
+        sensor.report(SHORT, 0.05)
+    assert pinned.greenroom.capacity == 5 * layers
+    assert answer(pinned) == expected
 
 
 def test_keys_and_values_take_slots_while_the_cache_is_limited(
