@@ -18,6 +18,7 @@ from greenroom.core.cache.pins import Pins, Task
 from greenroom.core.cache.pressure import CALM_S, MemoryReading
 from greenroom.errors import BudgetError, UsageError
 from greenroom.hf.memory import pressure as module
+from greenroom.hf.model.skeleton import ModelSkeleton
 from tests.hf.memory.sensor import PATIENCE, PLENTY, SHORT, FakeSensor
 from tests.models import cached_tiny
 
@@ -87,24 +88,18 @@ def test_the_cache_shrinks_to_its_fewest_slots_and_returns(
 
 
 def test_every_layer_keeps_a_slot_beside_its_pinned_experts(
-    load: Callable[..., Any], sensor: FakeSensor, tmp_path: Path
+    load: Callable[..., Any], folder: Any, sensor: FakeSensor, tmp_path: Path
 ) -> None:
-    """Half of the first layer is pinned: with equal shares each layer needs one slot more."""
-    plain = load(cache="100%", pressure="on", scope="per-layer")
-    for _ in range(12):
-        sensor.report(SHORT, 0.05)
-    layers = len(plain.greenroom.setup.catalog.layers)
-    assert plain.greenroom.capacity == layers
-    expected = answer(plain)
-    offsets = plain.greenroom.setup.catalog.offsets
-    pins = tmp_path / "pins.json"
-    task = Task(np.arange(4), np.ones(offsets[-1]))
+    """Of nine slots in equal shares, the first layer has five: one beside four pinned experts."""
+    offsets = ModelSkeleton.of(folder).catalog.offsets
+    pins, task = tmp_path / "pins.json", Task(np.arange(4), np.ones(offsets[-1]))
     pins.write_text(json.dumps(Pins({"a": task}, tuple(offsets)).as_json()))
-    pinned = load(cache="100%", pressure="on", scope="per-layer", pin=str(pins))
+    model = load(cache="100%", pressure="on", scope="per-layer", pin=str(pins))
+    expected = answer(model)
     for _ in range(12):
         sensor.report(SHORT, 0.05)
-    assert pinned.greenroom.capacity == 5 * layers
-    assert answer(pinned) == expected
+    assert model.greenroom.capacity == 9
+    assert answer(model) == expected
 
 
 def test_keys_and_values_take_slots_while_the_cache_is_limited(
