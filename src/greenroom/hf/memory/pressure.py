@@ -96,6 +96,7 @@ class PressureWatcher:
         self._driver, self._slots, self._lock = driver, slots, lock
         self._sensor = PressureSensor() if sensor is None else sensor
         self._ends, self._on_growth = False, on_growth
+        self._end_lock = threading.RLock()  # a finaliser may call `stop` in any thread
         self.changes: deque[CacheChange] = deque(maxlen=CHANGES)
         self._shrinks = self._growths = self._released = 0
         self._shortage = ""
@@ -110,10 +111,11 @@ class PressureWatcher:
 
     def stop(self) -> None:
         """End the thread, after a resize that is under way. A second call does nothing."""
-        if self._ends:
-            return
-        self._ends = True
-        self._sensor.stop_waiting()
+        with self._end_lock:
+            if self._ends:
+                return
+            self._ends = True
+            self._sensor.stop_waiting()
         if self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
 
@@ -146,8 +148,9 @@ class PressureWatcher:
         except ClosedError:
             return  # the cache was closed
         finally:
-            self._ends = True
-            self._sensor.close()
+            with self._end_lock:
+                self._ends = True
+                self._sensor.close()
 
     def _react(self, slots: LimitedSlots) -> float:
         """Resize the cache as the rule decides; return the seconds until the next reading."""
