@@ -127,7 +127,7 @@ class Machine:
         """Read once after so many seconds; return the change in slots."""
         self.now += seconds
         before, own = self.size.capacity, self.size.filled * SLOT
-        free = max(0, self.total - self.others - own)
+        free = self.total - self.others - own  # below 0 in the tests alone: the deficit shows
         slots = self.one.decide(reading(self.now, free, own, stalled), self.size)
         filled = min(slots, self.size.filled + fill)
         self.size = replace(self.size, capacity=slots, filled=filled)
@@ -189,7 +189,8 @@ def test_steady_processes_cause_a_bounded_number_of_changes(
     shrinks = [number for number, change in enumerate(changes) if change < 0]
     growths = [number for number, change in enumerate(changes) if change > 0]
     assert not shrinks or not growths or shrinks[-1] < growths[0]
-    assert len(shrinks) <= 6
+    size = machine.size
+    assert len(shrinks) <= -(-(size.full - size.least) // max(1, size.full // 4)) + 2
     assert len(growths) <= 100 // max(1, machine.size.full // 16) + 1
     assert not any(changes[-200:])
 
