@@ -105,6 +105,8 @@ ROWS = (
         "{model} --pack {out}/bf12 --shares 50 --rounds 1 --prompt 8 --tokens 4 --fill 1",
         ("slots", "bf16, tokens/s", "bf12", "ratio")),
     Row("pack.py", "{model} --out {out} --kinds int8", ("experts", "packing, s", "floor, s")),
+    Row("pressure.py", "demo --cache 100% --limit 1.6GB --take 0.9 --seconds 1 --threads 1"
+        " --pressure on", ("pressure", "ended", "release s", "slots", "back s"), limited=True),
     Row("startup.py", "--repeats 1 --parts help warm --own-cache",
         ("start-up", "first text, s", "end, s")),
     Row("context.py", "demo --contexts 64 128 --tokens 4 --out {out}",

@@ -347,3 +347,30 @@ def test_ray_without_a_cluster(cli: Run, recorded: Path, monkeypatch: pytest.Mon
         "--ray needs the package ray, which is not installed: pip install 'greenroom[ray]'"
         in ran.mistake
     )
+
+
+def test_a_cache_that_is_resized(cli: Run, recorded: Path):
+    def misses(*options: object) -> int:
+        return int(cli("simulate", recorded, *LRU, *options, "--json").json["misses"])
+
+    plain = misses()
+    assert misses("--resize", "20:4") == plain
+    assert misses("--resize", "20:1,40:4") > plain
+    assert misses("--resize", "0:50%") == misses("--capacity", "50%") < plain
+    # Token 8 is the first of the second prompt's pass: later tokens of the pass are the same.
+    passes = {misses("--order", "runtime", "--resize", f"{token}:1") for token in (7, 8, 10)}
+    assert len(passes) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--resize", "soon:4"), "give the number of a token and the size"),
+        (("--resize", "20:99"), "--resize 99: must be from 1 to 16"),
+        (("--resize", "99:4"), "the trace has only 70 tokens"),
+        (("--resize", "9:4", "--reset"), "--resize and --reset exclude each other"),
+        (("--resize", "9:4", "--machine", "auto"), "--resize counts misses only"),
+    ],
+)
+def test_an_impossible_resize(cli: Run, recorded: Path, options: tuple[str, ...], message: str):
+    assert message in cli("simulate", recorded, *LRU, *options).mistake

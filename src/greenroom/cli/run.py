@@ -38,7 +38,7 @@ STATS_FIELDS = (
     "bytes_read", "stall_s", "peak_rss_bytes", "memory_bytes", "budget_bytes", "policy", "kernels",
     "prefetch", "stalls", "links",
 )  # fmt: skip
-OPTIONAL_FIELDS = ("split", "approximated", "co_compute")  # where there are any
+OPTIONAL_FIELDS = ("split", "approximated", "co_compute", "pressure")  # where there are any
 
 
 def add_to(parser: Parser) -> None:
@@ -201,7 +201,7 @@ def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
 def closing_line(result: Answer, stats: Stats) -> str:
     """Return the line that ends a run: tokens, times, hits, prefetches, bytes and memory."""
     from greenroom.cli.terminal.live import prefetched
-    from greenroom.cli.terminal.summary import co_compute_line, inexact_line
+    from greenroom.cli.terminal.summary import co_compute_line, inexact_line, pressure_line
 
     parts = [
         f"{result.prompt_tokens} prompt + {result.new_tokens} new tokens",
@@ -220,6 +220,8 @@ def closing_line(result: Answer, stats: Stats) -> str:
             f"{stats.capacity:,} slots (between {stats.capacity_least:,} and"
             f" {stats.capacity_most:,})"
         )
+    if stats.pressure is not None and stats.pressure["shrinks"]:
+        parts.append(pressure_line(stats.pressure))
     total = result.prompt_tokens + result.new_tokens
     parts.append(f"{show_bytes(stats.bytes_read / total)} read per token")
     budget = f" of {show_bytes(stats.budget_bytes)} budget" if stats.budget_bytes else ""

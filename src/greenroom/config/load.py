@@ -43,6 +43,11 @@ class LoadConfig(SchedulerConfig):
         None, "in place of --memory, the size of the expert cache alone: 25%% of the experts, or"
         " 2GiB", "SIZE", group=MEMORY, check=Amount.parse, shown=True,
     )  # fmt: skip
+    pressure: str = option(
+        "auto", "give slots back while other processes need memory, and take them again afterwards:"
+        " on, off; auto: on, unless --cache sets the size of the cache", None,
+        ("auto", "on", "off"), group=MEMORY, shown=True,
+    )  # fmt: skip
     policy: str = option(
         "auto", "eviction policy of the expert cache: auto, lru, llru, moe-infinity, ...", "NAME",
         group=CACHE, check=lambda value, name: check_policy(value),

@@ -85,6 +85,10 @@ class SimulateConfig(SchedulerConfig):
         shown=True,
     )
     reset: bool = option(False, "empty the cache before every request")
+    resize: str | None = option(
+        None, "give the cache another size from some tokens on, as when other processes need"
+        " memory for a time: 1000:12%%,2000:25%%", "TOKEN:N[,...]",
+    )  # fmt: skip
     ray: str | None = option(
         None,
         "run the simulations on the Ray cluster at this address; local: start one here",
@@ -165,6 +169,8 @@ class SimulateConfig(SchedulerConfig):
             )
         if self.pin not in PINS and (self.replayed != "runtime" or self.machine is not None):
             raise UsageError("--pin FILE works only with --order runtime and without --machine")
+        if self.resize is not None and self.machine is not None:
+            raise UsageError("--resize counts misses only: leave out --machine")
         if self.ahead is not None and self.prefetch is None:
             raise UsageError("--ahead has an effect only with --prefetch")
         if self.prefetch_rule != VALUE and self.prefetch is None and self.system is None:

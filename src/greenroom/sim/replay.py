@@ -56,6 +56,7 @@ def replay(
     detail: bool = False,
     pinned: Sequence[tuple[int, Ints]] = (),
     learned: Arrays | None = None,
+    resizes: Sequence[tuple[int, int]] = (),
 ) -> ReplayResult:
     """Replay expert requests through an initially empty cache, and count misses.
 
@@ -71,6 +72,7 @@ def replay(
               once they are in the cache, and those of the entry before may be; not with `reset`
     learned:  what the policy has learned in an earlier replay (empty: nothing), so that the result
               has what it has learned at the end; not with `reset`
+    resizes:  (step, capacity) in ascending order: the capacity from that step on; not with `reset`
 
     Releases the GIL. Raises UsageError for an impossible capacity, scope or pin, BudgetError if
     pinned experts leave no slot for others, and ValueError if `learned` does not fit.
@@ -78,30 +80,37 @@ def replay(
     check_pin(pin)
     layer = layer_of_ids(offsets)
     check_capacity(capacity, layer.size)
-    sizes = split_capacity(capacity, len(offsets) - 1, scope, np.diff(offsets).tolist())
-    loop = _bound_loop(policy)
+    sizes_at = _sizes_at(((0, capacity), *resizes), scope, offsets)
+    _check_reset(reset, pinned, learned, resizes)
+    loop, misses, exported = _bound_loop(policy), 0, None
     missed = np.zeros(stream.pieces.size if detail else 0, np.bool_)
-    misses = 0
-    if reset:
-        _check_reset(pinned, learned)
-    exported = None
     for begin, end in step_ranges(stream, reset):
-        state = empty_state(layer, sizes)
+        state = empty_state(layer, sizes := sizes_at[0])
         setup = policy.setup(layer, state.group_of, tuple(sizes), len(offsets) - 1, seed, stream)
         memory = policy.build_state(setup)
         if policy.preload is not None:
             preload(state, policy.preload(setup))
         if learned:
             policy.restore_learned(memory, learned)
-        for first, last, stay in _pinned_ranges(pinned, begin, end):
-            state.pinned[:] = 0
-            state.pinned[stay] = 1
+        for first, last, stay in cut_ranges(_pinned_ranges(pinned, begin, end), list(sizes_at)):
+            if sizes_at.get(first, sizes) != sizes:
+                sizes = sizes_at[first]
+                state = resize(state, memory, policy, layer, sizes, stream, first)
+            state.pinned[:], state.pinned[stay] = 0, 1
             open_to = _open_to_others(state, sizes, stay)
             misses += loop(
                 state, memory, stream, first, last, pin == "step", missed, open_to, first == begin
             )
         exported = None if learned is None else policy.export_learned(memory)
     return ReplayResult(stream.pieces.size, misses, missed if detail else None, exported)
+
+
+def _sizes_at(
+    capacities: Sequence[tuple[int, int]], scope: Scope, offsets: Ints
+) -> dict[int, list[int]]:
+    """Return the sizes of the cache's slot groups, by the step from which they hold."""
+    experts = np.diff(offsets).tolist()
+    return {step: split_capacity(n, len(experts), scope, experts) for step, n in capacities}
 
 
 def check_capacity(capacity: int, experts: int) -> None:
@@ -143,8 +152,54 @@ def _pinned_ranges(
     return [(s, e, pieces) for (s, pieces), e in zip(changes, ends, strict=True) if s < e]
 
 
-def _check_reset(pinned: Sequence[tuple[int, Ints]], learned: Arrays | None) -> None:
-    """Check that nothing is pinned or learned before requests that start with an empty cache."""
+def cut_ranges(
+    ranges: Sequence[tuple[int, int, Ints]], steps: Sequence[int]
+) -> list[tuple[int, int, Ints]]:
+    """Cut ranges of steps (first, end, pinned experts) where the cache gets another size."""
+    cut = []
+    for first, end, pinned in ranges:
+        inside = [step for step in steps if first < step < end]
+        starts = [first, *inside]
+        cut += [(a, b, pinned) for a, b in zip(starts, [*inside, end], strict=True)]
+    return cut
+
+
+def resize(
+    state: CacheState, memory: object, policy: Policy, layer: Ints, sizes: list[int],
+    stream: Stream, step: int,
+) -> CacheState:  # fmt: skip
+    """Return a cache's state with other sizes of its slot groups, before a step.
+
+    The policy chooses the victims, as in a run: at the time of the step before.
+    """
+    last = step - 1
+    at = LogicalTime(
+        stream.now[last], stream.token[last], stream.request[last] + 0, stream.layer[last] + 0,
+        int(stream.prefill[last]), stream.starts[step],
+    )  # fmt: skip
+    state.pinned[:] = 0
+    evict_victim = bind(policy).evict_victim
+    residents = np.flatnonzero(state.slot_of >= 0)
+    groups = np.bincount(state.group_of[residents], minlength=len(sizes))
+    for group, size in enumerate(sizes):
+        for _ in range(int(groups[group]) - size):
+            evict_victim(state, memory, group, at)
+    resized = empty_state(layer, sizes)
+    preload(resized, np.flatnonzero(state.slot_of >= 0))
+    return resized
+
+
+def _check_reset(
+    reset: bool,
+    pinned: Sequence[tuple[int, Ints]],
+    learned: Arrays | None,
+    resizes: Sequence[tuple[int, int]],
+) -> None:
+    """Check that nothing but `reset` decides what is in the cache when a request begins."""
+    if not reset:
+        return
+    if resizes:
+        raise UsageError("--resize and --reset exclude each other: leave one out")
     if learned is not None:
         raise ValueError("`reset` and `learned` exclude each other: leave one out")
     if pinned:

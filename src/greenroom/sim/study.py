@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
 from greenroom.config import (
     PINS,
     Amount,
@@ -67,6 +69,7 @@ class Study(EventOptions):
     costs:        speeds of the simulated machine; None counts misses only, without prefetching
     expert_bytes: bytes of an expert
     pins:         experts of tasks that are never evicted; only without costs, in order runtime
+    resizes:      (token, capacity): the cache has another size from that token on; without costs
     """
 
     trace: Trace
@@ -75,6 +78,7 @@ class Study(EventOptions):
     costs: Costs | None = None
     expert_bytes: int = 0
     pins: Pins | None = None
+    resizes: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, trace: Trace, order: str, **options: Any) -> Study:
@@ -98,8 +102,12 @@ class Study(EventOptions):
         timed: dict[str, Any] = {}
         if self.costs is None:
             pinned = pinned_by_step(self.trace, self.requests, self.pins) if self.pins else ()
+            tokens = [token for token, _ in self.resizes]
+            steps = steps_of(self.trace, self.requests, self.order, tokens)
+            resizes = [(step, n) for step, (_, n) in zip(steps, self.resizes, strict=True)]
             result = replay(
-                self.requests, self.trace.offsets, cell.capacity, chosen, pinned=pinned, **options
+                self.requests, self.trace.offsets, cell.capacity, chosen, pinned=pinned,
+                resizes=resizes, **options,
             )  # fmt: skip
         elif not self._needs_events(cell):
             result = time_trace(
@@ -155,7 +163,8 @@ class Study(EventOptions):
         head = self.trace.head(2)
         with suppress(UsageError):  # the cell itself reports its errors
             requests = stream(head, self.order)
-            replace(self, trace=head, requests=requests, pins=None, history=None).run(cell)
+            study = replace(self, trace=head, requests=requests, pins=None, resizes=())
+            replace(study, history=None).run(cell)
 
 
 def capacities(text: str, experts: int, option: str = "--capacity") -> list[int]:
@@ -187,6 +196,38 @@ def _capacity(text: str, experts: int, option: str) -> int:
             f"{option} {text}: this share of {experts} experts is less than one expert"
         )
     return int(amount * experts / 100)
+
+
+def parse_resizes(text: str) -> list[tuple[int, str]]:
+    """Parse a list of resizes, TOKEN:SIZE[,TOKEN:SIZE...]: (token, size as text), ascending.
+
+    Raises UsageError for anything else.
+    """
+    resizes = []
+    for item in text.split(","):
+        token, colon, size = item.strip().partition(":")
+        if not (colon and token.isdecimal() and size):
+            raise UsageError(
+                f"--resize {item.strip()!r}: give the number of a token and the size of the cache"
+                " from there on, as 1000:12%"
+            )
+        resizes.append((int(token), size))
+    tokens = [token for token, _ in resizes]
+    if tokens != sorted(set(tokens)):
+        raise UsageError(f"--resize {text}: give every token once, in ascending order")
+    return resizes
+
+
+def steps_of(trace: Trace, stream: Stream, order: str, tokens: Sequence[int]) -> list[int]:
+    """Return the step of a replay with which each of some tokens begins.
+
+    In order `runtime`, it is the first step of the forward pass that computes the token.
+    """
+    if order == "runtime":
+        numbers = np.searchsorted(trace.pass_starts, tokens, side="right") - 1
+    else:
+        numbers = np.asarray(tokens)
+    return [int(step) for step in np.searchsorted(stream.token, numbers)]
 
 
 def split_names(text: str) -> list[str]:
@@ -223,9 +264,18 @@ def study_of(config: SimulateConfig, trace: Trace, machine: Machine | None) -> S
     if config.approximation() is not None:
         check_weights(trace)
     pins = None if config.pin in PINS else Pins.load(config.pin, trace.offsets.tolist())
+    experts = int(trace.offsets[-1])
+    resizes = tuple(
+        (token, _capacity(size, experts, "--resize"))
+        for token, size in (parse_resizes(config.resize) if config.resize is not None else ())
+    )
+    if resizes and resizes[-1][0] >= trace.tokens:
+        raise UsageError(
+            f"--resize {config.resize}: the trace has only {trace.tokens} tokens, from 0 on"
+        )
     return Study.of(
         trace, config.replayed, scope=scope_of(config.scope), seed=config.seed, reset=config.reset,
-        ahead=config.ahead, pins=pins, split=split_of(config.split), config=config,
+        ahead=config.ahead, pins=pins, resizes=resizes, split=split_of(config.split), config=config,
         nested=config.nested, **machine_options(config, trace, machine),
     )  # fmt: skip
 

@@ -9,16 +9,20 @@ from typing import Any
 import pytest
 
 from greenroom.config import LoadConfig, ServeConfig
+from greenroom.core.cache.pressure import CALM_S
 from greenroom.errors import (
     BudgetError,
     UsageError,
 )
 from greenroom.hf.kv.sizes import kv_bytes
+from greenroom.hf.memory import pressure
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.server.engine.journal import Journal, PrefixReuse
 from greenroom.server.engine.kv_memory import kv_limit
 from greenroom.server.engine.requests import Request, Sampling
 from greenroom.server.engine.start import start
+from greenroom.server.http.metrics import engine_metrics
+from tests.hf.memory.sensor import PLENTY, SHORT, FakeSensor
 from tests.server.rig import PATIENCE, AnswerRecorder, draw, greedy
 
 
@@ -177,3 +181,39 @@ def test_learned_statistics_warm_the_next_engine(
         engine.stop(5)
     assert list((tmp_path / "greenroom" / "learned").glob("*.safetensors"))
     assert warm_experts[0] == 0 < warm_experts[1]
+
+
+def test_slots_are_given_back_and_filled_again_while_idle(
+    folder: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The statistics say so; the engine, which waits for requests, reads into slots that return."""
+    sensor = FakeSensor()
+    monkeypatch.setattr(pressure, "PressureSensor", lambda: sensor)
+    config = LoadConfig(memory="60GiB", kernels="eager", context=64, prefetch="markov")
+    engine = start(str(folder), config, ServeConfig())
+    try:
+        until = time.monotonic() + PATIENCE
+        while engine.state()[0] == "loading" and time.monotonic() < until:
+            time.sleep(0.01)
+        full = engine.stats()["memory"]["slots"]
+        for _ in range(8):
+            sensor.report(SHORT, 0.05)
+        stats = engine.stats()
+        assert stats["memory"]["slots"] < full
+        assert stats["pressure"]["shrinks"] > 0
+        names = {family.name: family.samples[0].value for family in engine_metrics(stats)}
+        assert names["greenroom_pressure_shrinks"] == stats["pressure"]["shrinks"]
+        assert names["greenroom_pressure_released_bytes"] > 0
+        recorder = AnswerRecorder()
+        engine.submit(Request(ids=draw(5), max_new_tokens=6, sampling=Sampling()), recorder)
+        assert recorder.end().reason == "length"
+        assert recorder.ids == greedy(model, draw(5), 6)
+        for _ in range(40):
+            sensor.report(PLENTY, CALM_S)
+        assert engine.stats()["memory"]["slots"] == full
+        view = engine.greenroom.driver.scheduler.view
+        while view.free_slots and time.monotonic() < until:
+            time.sleep(0.01)
+        assert view.free_slots == 0
+    finally:
+        engine.stop(0.0)

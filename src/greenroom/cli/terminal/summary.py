@@ -44,6 +44,12 @@ def co_compute_line(counts: dict[str, Any]) -> str:
     )
 
 
+def pressure_line(counts: dict[str, Any]) -> str:
+    """Describe how much memory the expert cache gave back, and why."""
+    times = "once" if counts["shrinks"] == 1 else f"{counts['shrinks']:,} times"
+    return f"{show_bytes(counts['released_bytes'])} given back ({times}): {counts['cause']}"
+
+
 def _of_model(stats: dict[str, Any]) -> list[str]:
     memory, experts, kv = stats["memory"], stats["experts"], stats["kv"]
     budget = memory["budget_bytes"]
@@ -56,10 +62,15 @@ def _of_model(stats: dict[str, Any]) -> list[str]:
     approximated, co_computed = stats.get("approximated"), stats.get("co_compute")
     misses = [f"inexact   {inexact_line(approximated)}"] if approximated else []
     misses += [f"misses    {co_compute_line(co_computed)}"] if co_computed else []
+    pressure = stats.get("pressure")
+    given_back = []
+    if pressure and pressure["shrinks"]:
+        given_back = [f"pressure  {pressure_line(pressure)}"]
     return [
         f"experts   {memory['slots']:,} of {memory['experts']:,} in slots"
         f" ({show_bytes(memory['resident_bytes'])}), hit ratio {experts['hit_ratio']:.1%},"
         f" policy {experts['policy']}",
+        *given_back,
         *misses,
         f"prefetch  {prefetches['predictor']}: {prefetches['useful']:,} useful,"
         f" {prefetches['late']:,} late, {prefetches['wasted']:,} wasted{idle}",

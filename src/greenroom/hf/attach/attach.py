@@ -2,52 +2,39 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from transformers import PreTrainedModel
 
-from greenroom.core.build import build_scheduler
 from greenroom.core.cache.buffer import default_borrow_limit
 from greenroom.core.counts import Counts
 from greenroom.core.events import Idle, Resized
-from greenroom.core.pieces import Pieces
-from greenroom.core.prefetch.foresight import Foresight
-from greenroom.core.prefetch.guard import Guard
-from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import ClosedError, UnsupportedCall
 from greenroom.hf.attach import module_guard
 from greenroom.hf.attach.bindings import Bindings
+from greenroom.hf.attach.drivers import make_driver
 from greenroom.hf.attach.materialize import check as check_materialize
 from greenroom.hf.attach.materialize import materialize
 from greenroom.hf.attach.pass_hooks import Observer, PassHooks
-from greenroom.hf.attach.predictors import prefetch_predictors, runs_in_worker
+from greenroom.hf.attach.predictors import prefetch_predictors
 from greenroom.hf.attach.task_pins import TaskPins
 from greenroom.hf.history import split_counts
 from greenroom.hf.history.split_counts import HeadTimer, SplitCounts
 from greenroom.hf.history.warm_start import LIMIT_S, WarmStart, warm_up
 from greenroom.hf.memory.budget import experts_per_token
-from greenroom.hf.memory.devices import engines_for, host_computes, kernels_of, lanes_of, links_of
+from greenroom.hf.memory.devices import engines_for, host_computes, kernels_of
+from greenroom.hf.memory.pressure import FixedSlots, LimitedSlots, PressureWatcher
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
-from greenroom.hf.memory.slots import (
-    chunks_in,
-    host_tier,
-    make_host_memory,
-    make_slots,
-    open_store,
-    pieces_of,
-    slots_for,
-    with_panels,
-)
+from greenroom.hf.memory.slots import open_store, slots_for, with_panels
 from greenroom.plan.history import files, recent
 from greenroom.plan.history.recent import RecentRouting
-from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
 from greenroom.predictors.helpers.compiling import compile_predictor
-from greenroom.runtime.cuda.calibrate import nominal_costs
 from greenroom.runtime.driver.copier import Store
-from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.driver.meter import Meter, subtract_counts
 from greenroom.runtime.driver.stats import (
     Stats,
@@ -70,13 +57,19 @@ class Greenroom:
     It reads experts from disk into memory slots as the model needs them.
     """
 
+    original_generation_config: Any = None  # before `load` changed it
+    warm_experts = 0  # experts that were read because of earlier runs
+    process_bytes: int | None = None  # without dense parts and slots; None: not measured
+    pressure: PressureWatcher | None = None  # None: the cache never shrinks for other processes
+    on_growth: Callable[[], None] = staticmethod(lambda: None)  # after slots were taken again
+    _head_timer: HeadTimer | None = None
+
     def __init__(
         self, model: PreTrainedModel, setup: ModelSetup, store: Store | None = None
     ) -> None:
         """Attach an expert cache that reads from `store`, or from the checkpoint's files."""
         module_guard.remove(model)  # an earlier cache's guard refuses to move modules to a device
         self._model, self.setup = weakref.ref(model), (setup := with_panels(setup))
-        self.original_generation_config: Any = None  # before `load` changed it
         self.kernel: Kernel = make_kernel(kernels_of(setup))
         modules = [model.get_submodule(name) for name in setup.catalog.layers]
         predictors = None
@@ -102,14 +95,15 @@ class Greenroom:
             self._ahead = default_borrow_limit(self._top_k)
         self.engines = engines_for(setup)
         self.engine = self.engines[0] if self.engines else None
-        self.driver = self._make_driver(store, co_compute)
+        store, self.direct = open_store(setup, store)
+        self.driver, self._host_tier = make_driver(
+            setup, store, self.engines, self.predictor, self._top_k, self._ahead, co_compute
+        )
         if self._split_counts is not None:
             self._split_counts.forecast = self.driver.scheduler.view.forecast
         self._warm_start = WarmStart(key, self.driver, history, name, self.predictor)
-        self.warm_experts = 0  # experts that were read because of earlier runs
-        self.process_bytes: int | None = None  # without dense parts and slots; None: not measured
         self._close = weakref.finalize(model, self.driver.close)
-        self._head_timer: HeadTimer | None = None
+        self._fixed_slots, self._resize_lock = setup.capacity, threading.Lock()
         self._stats_base = self._totals()
         self.bindings = Bindings(self.kernel, modules, setup, self.engines, self.driver)
         observers: list[Observer] = [
@@ -130,52 +124,6 @@ class Greenroom:
         except BaseException:
             self.detach()
             raise
-
-    def _make_driver(self, store: Store | None, co_compute: bool) -> Driver:
-        """Make the driver that loads experts into slots.
-
-        With `co_compute` the host's CPU computes some of the missing experts too.
-        """
-        setup = self.setup
-        store, self.direct = open_store(setup, store)
-        chunks = chunks_in(store, setup)
-        pieces = pieces_of(setup, [len(each) for each in chunks])
-        slots = make_slots(setup, pieces, self.engines)
-        self._host_tier = host_tier(setup, pieces)
-        scheduler = self._make_scheduler(pieces, co_compute)
-        between = None
-        if len(lanes_of(setup)) > 1:
-            slots_between = scheduler.view.staging_slots
-            between = make_host_memory(
-                setup, pieces, chunks, slots_between, self.engines, co_compute
-            )
-        return Driver(
-            scheduler,
-            store,
-            slots,
-            foresight=Foresight(self.predictor, setup.catalog.offsets) if self.predictor else None,
-            guard=Guard() if setup.guard and self.predictor else None,
-            predict_in_worker=runs_in_worker(self.predictor, setup.predict_in, setup.cuda),
-            links=links_of(setup),
-            host_memory=between,
-        )
-
-    def _make_scheduler(self, pieces: Pieces, co_compute: bool) -> Scheduler:
-        setup, slot_bytes = self.setup, self.setup.catalog.slot_bytes
-        return build_scheduler(
-            pieces,
-            setup.capacity,
-            named_policy(setup.policy),
-            setup.config,
-            costs=nominal_costs(slot_bytes) if co_compute else None,
-            expert_bytes=slot_bytes,
-            top_k=self._top_k,
-            scope=setup.scope,
-            lanes=lanes_of(setup),
-            ahead=self._ahead,
-            seed=setup.seed,
-            host=self._host_tier,
-        )
 
     @property
     def slot_budget(self) -> SlotBudget | None:
@@ -280,6 +228,7 @@ class Greenroom:
             split=split_stats(driver, counts),
             approximated=approximation_stats(driver, counts, self.setup.approximation),
             co_compute=host_stats(driver, counts, meter.host_s),
+            pressure=None if self.pressure is None else self.pressure.stats(),
             host=None if self._host_tier is None else {
                 "capacity": self._host_tier.capacity,
                 "requests": self._host_tier.requests - requests,
@@ -325,8 +274,10 @@ class Greenroom:
             )
         slots = slots_for(cache, self.setup.catalog, "cache")
         self.driver.scheduler.view.check_capacity(slots)
-        self.hooks.slot_budget = None
-        self.driver.resize(slots)
+        with self._resize_lock:
+            self.hooks.slot_budget = None
+            self._fixed_slots = slots
+            self.driver.resize(slots)
         return self.capacity
 
     def use_slot_budget(self, slot_budget: SlotBudget) -> None:
@@ -335,12 +286,39 @@ class Greenroom:
         self.driver.capacity_range = self.capacity, self.capacity
         self.hooks.slot_budget = slot_budget
 
+    def watch_pressure(self, min_slots: int, fixed: bool) -> None:
+        """Let the expert cache shrink while other processes need memory, to at least `min_slots`.
+
+        `fixed` is whether this holds also for a fixed number of slots (`--cache`, or `resize`).
+        """
+        driver, ref = self.driver, weakref.ref(self)
+
+        def slots() -> LimitedSlots | None:
+            if (greenroom := ref()) is None:
+                return None
+            if greenroom.slot_budget is None and fixed:
+                return FixedSlots(driver, greenroom._fixed_slots, min_slots)
+            return greenroom.slot_budget
+
+        setup = self.setup
+        self.pressure = PressureWatcher(
+            driver,
+            setup.catalog.slot_bytes,
+            setup.budget_bytes,
+            slots,
+            self._resize_lock,
+            on_growth=lambda: greenroom.on_growth() if (greenroom := ref()) is not None else None,
+        )
+        weakref.finalize(self, self.pressure.stop)
+
     def close(self) -> None:
         """Close the expert cache: end its threads, free its slots, save what the run has learned.
 
         A forward pass then raises ClosedError. Weights stay as they are: a program that ends does
         not need them dequantised, and may have no memory for it. A second call does nothing.
         """
+        if self.pressure is not None:
+            self.pressure.stop()
         if self._close.alive:
             self._close()
             counted = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from greenroom.config import LoadConfig
 from greenroom.core.cache.cache import compile_for
 from greenroom.core.machine import machine_name
-from greenroom.errors import OutputError
+from greenroom.errors import BudgetError, OutputError
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.kv.kinds import CacheKind
 from greenroom.hf.load.budget import Budget, least_slots, with_host_tier
@@ -73,10 +74,24 @@ def attach(
         greenroom.warm_up()
         assert setup.source is not None
         setup.source.stamps.check("while it was loaded")
+        if budget.pressure:
+            greenroom.watch_pressure(_fewest(greenroom, budget), fixed=config.pressure == "on")
     except BaseException:
         greenroom.detach()
         raise
     return model
+
+
+def _fewest(greenroom: Greenroom, budget: Budget) -> int:
+    """Return the fewest slots for a token; every task's pinned experts leave slots for others."""
+    setup, view = greenroom.setup, greenroom.driver.scheduler.view
+    tasks = setup.pins.tasks.values() if setup.pins is not None else ()
+    for slots in range(max(budget.min_slots, least_slots(setup)), greenroom.capacity):
+        with suppress(BudgetError):
+            for pinned in [None, *(task.experts for task in tasks)]:
+                view.check_capacity(slots, pinned)
+            return slots
+    return greenroom.capacity
 
 
 def _replace_settings(model: Any, kv: CacheKind) -> Any:

@@ -12,6 +12,7 @@ from greenroom.core.cache.scope import least_capacity
 from greenroom.core.cache.state import group_sizes
 from greenroom.core.home_devices import spread
 from greenroom.core.transfers.queue import count_staging_slots
+from greenroom.errors import UsageError
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory.budget import DeviceBudget, budget_bytes, host_slots
 from greenroom.hf.memory.devices import COMPILED, engines_for, lanes_of
@@ -37,6 +38,8 @@ class Budget:
     caller_bytes:       bytes of the process that the calling program uses for itself
     engines:            the GPUs, empty on a CPU; the first GPU has the non-expert weights
     gpu:                the memory of each GPU; None on a CPU
+    min_slots:          fewest slots for experts, while other processes need memory
+    pressure:           whether slots are given back then
     """
 
     setup: ModelSetup
@@ -46,6 +49,8 @@ class Budget:
     caller_bytes: int
     engines: Sequence[Engine]
     gpu: DeviceBudget | None
+    min_slots: int
+    pressure: bool
 
 
 def budget_for(
@@ -64,16 +69,16 @@ def budget_for(
     if engines or config.host_memory is not None:
         setup = with_host_tier(setup, config)
     catalog = description.skeleton.catalog
-    if config.cache is not None:
-        slots = slots_for(config.cache, catalog)
-        group_sizes(pieces_of(setup), slots, setup.scope)  # or BudgetError
-        return Budget(
-            replace(setup, capacity=slots), slots, slots, None, caller_bytes, engines, gpu
-        )
-    nbytes = gpu.nbytes if gpu else budget_bytes(config.memory)
     tasks = setup.pins.tasks.values() if setup.pins is not None else ()
     pinned = max((task.experts.size for task in tasks), default=0)
     least = max(setup.capacity, min(pinned + description.top_k, catalog.experts))
+    pressure = _gives_back(config, gpu is not None)
+    if config.cache is not None:
+        slots = slots_for(config.cache, catalog)
+        group_sizes(pieces_of(setup), slots, setup.scope)  # or BudgetError
+        setup = replace(setup, capacity=slots)
+        return Budget(setup, slots, slots, None, caller_bytes, engines, gpu, least, pressure)
+    nbytes = gpu.nbytes if gpu else budget_bytes(config.memory)
     options: dict[str, Any] = {}
     if gpu:
         options = {"label": gpu.LABEL, "devices": len(engines), "release": engines[0].release}
@@ -91,7 +96,20 @@ def budget_for(
         caller_bytes,
         engines,
         gpu,
+        least,
+        pressure,
     )
+
+
+def _gives_back(config: LoadConfig, on_a_gpu: bool) -> bool:
+    """Return whether the run gives slots back while other processes need memory."""
+    if on_a_gpu and config.pressure == "on":
+        raise UsageError(
+            "--pressure on gives main memory back, but the slots are in the GPU's memory: leave it"
+            " out, or use --device cpu"
+        )
+    by_default = config.pressure == "auto" and config.cache is None
+    return not on_a_gpu and (config.pressure == "on" or by_default)
 
 
 def _compare_with_machine(nbytes: int) -> None:

@@ -39,9 +39,10 @@ def load(
     substitute_below: float = 0.0, co_compute: str = "off", demand_order: str = "id",
     expert_order: str = "resident", prefetch: str = "auto", predictor: str | None = None,
     no_guard: bool = False, prefetch_rule: str = "value", predict_in: str = "auto", tau: int = 5000,
-    context: int = 4096, kv: str = "dynamic", disk_tables: str | int = "64MiB", readers: int = 4,
-    direct: str = "auto", read_limit: str | int | None = None, repack: str | None = None,
-    dtype: str = "auto", config: str | None = None, threads: int | None = None,
+    context: int = 4096, kv: str = "dynamic", disk_tables: str | int = "64MiB",
+    pressure: str = "auto", readers: int = 4, direct: str = "auto",
+    read_limit: str | int | None = None, repack: str | None = None, dtype: str = "auto",
+    config: str | None = None, threads: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
@@ -49,10 +50,10 @@ def load(
     read all its experts into memory by `model.greenroom.materialize()`. Raises GreenroomError.
 
     `model` is a folder, a GGUF file, a hub id (or owner/name:Q4_K_M), or `demo`. Options:
-
     memory: limit for the process (with a GPU, for GPU memory): "8GiB", "60%", "auto" (default)
     host_memory: with a GPU, the limit for the process in host memory, in the form of `memory`
     cache: size of the expert cache, instead of `memory`: "25%" of the experts, or "2GiB"
+    pressure: give slots back while other processes need memory: auto (not with `cache`), on, off
     context: most tokens of a prompt and its answer together
     kv: type of the KV cache: dynamic, offloaded; fp8, int4 or int2, which change the output
     disk_tables: least size of an input embedding that stays on disk, "64MiB", or "off"
@@ -65,7 +66,6 @@ def load(
     direct: bypass the page cache when experts are read: auto, on, off
     read_limit: most bytes that are read in a second, to imitate a slower disk: "50MB"
     repack: folder for a copy of the model in which each expert is one range; made if missing
-
     policy: eviction policy of the expert cache: auto, lru, llru, moe-infinity, ...
     scope: division of slots among layers: shared (none), per-layer (equal), "N,N,...", a file
     pin: file of experts that are never evicted, made by `greenroom trace hot`

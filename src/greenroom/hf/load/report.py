@@ -114,6 +114,12 @@ def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         else ""
     )
     flags = " ".join(_flags(greenroom, stats, config))
+    shared = (
+        f" · slots are given back below {show_bytes(stats.pressure['reserve_bytes'])} of free"
+        " memory"
+        if stats.pressure is not None
+        else ""
+    )
     return (
         f"{name}: {budget}{show_bytes(dense)} of dense parts{left}, {stats.capacity} of"
         f" {stats.experts} experts in slots ({show_bytes(slots)};"
@@ -123,7 +129,7 @@ def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         f"{f'{on_disk} experts' if on_disk else 'a copy of them'} on disk"
         f" ({show_bytes(catalog.all_experts_bytes)} in all, {reads} reads by"
         f" {threads}{slow}{packed})"
-        f"{approximation}{kernels}{_config_origin(greenroom)}{origin} · same again: {flags}"
+        f"{approximation}{kernels}{_config_origin(greenroom)}{origin}{shared} · same again: {flags}"
     )
 
 
@@ -136,6 +142,8 @@ def _flags(greenroom: Greenroom, stats: Stats, config: LoadConfig) -> list[str]:
     else:
         slots = stats.capacity * stats.slot_bytes
         size = f"--cache {format_amount(slots, slots + stats.slot_bytes - 1)}"
+    if (gives_back := stats.pressure is not None) or config.pressure != "auto":
+        size += f" --pressure {'on' if gives_back else 'off'}"
     flags = [size, f"--policy {stats.policy}", f"--kernels {greenroom.kernel.name}"]
     flags += [f"--context {setup.context}", *_prefetch(greenroom, config)]
     if setup.scope != "shared":

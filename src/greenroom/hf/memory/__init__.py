@@ -9,4 +9,5 @@ approximate  cache misses that are not exact: copies or other experts are comput
 devices      devices and kernels that compute the experts, and links to the devices
 budget       memory that is needed besides slots
 slot_budget  number of slots, which falls as the KV cache grows
+pressure     slots that are given back while other processes need memory
 """

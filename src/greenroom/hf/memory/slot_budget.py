@@ -59,6 +59,8 @@ class SlotBudget:
     _caches: weakref.WeakSet[Any] = field(init=False, default_factory=weakref.WeakSet)
     _last_pass: tuple[Any, ...] = field(init=False, default=())  # it has room
     _resized_for: int = field(init=False, default=0)  # bytes of needs at the last resize
+    _last_need: MemoryNeeds = field(init=False)  # of the last pass
+    _limit: int | None = field(init=False, default=None)  # most slots, while memory is short
 
     def __post_init__(self) -> None:
         self._block = min(self.context, PREFILL_BLOCK)
@@ -94,9 +96,28 @@ class SlotBudget:
         `driver` reads experts into these slots. Their number becomes `initial_slots` now, and
         follows the KV cache from then on.
         """
-        self._driver = driver
+        self._driver, self._last_need = driver, self.first_block_needs()
         driver.resize(self.initial_slots())
-        self._resized_for = self.first_block_needs().total
+        self._resized_for = self._last_need.total
+
+    def full_slots(self) -> int:
+        """Return the number of slots that the last pass's needs leave."""
+        return self._slots(self._last_need)
+
+    def limit_slots(self, slots: int) -> None:
+        """Resize the expert cache to at most `slots` slots, a limit for later passes too.
+
+        A limit of `full_slots` or more ends the limitation.
+        """
+        with self._lock:
+            full, now = self.full_slots(), self._driver.scheduler.capacity
+            self._limit = None if slots >= full else max(slots, self.min_slots)
+            target = min(full, slots if self._limit is None else self._limit)
+            if target < now:
+                self._shrink(target, now)
+            elif target > now:
+                self._driver.resize(target)
+            self._resized_for = self._last_need.total
 
     def make_room(self, caches: Sequence[Any], lengths: Sequence[int], batch: int = 1) -> None:
         """Remove or add expert slots, so that a forward pass has room for its tokens.
@@ -171,10 +192,11 @@ class SlotBudget:
         """
         driver = self._driver
         target, now = self._slots(need), driver.scheduler.capacity
+        self._last_need = need
+        if self._limit is not None:
+            target = min(target, self._limit)
         if target < now:
-            if (fitting := driver.slots.fitting_capacity(target)) < now:
-                driver.resize(fitting)
-                self.release()
+            self._shrink(target, now)
             self._resized_for = need.total
             return
         pays = (target - now) * MIN_GAIN >= now
@@ -186,6 +208,12 @@ class SlotBudget:
                     "no expert slots were added, although the memory budget allows more: %s", error
                 )
             self._resized_for = need.total
+
+    def _shrink(self, target: int, now: int) -> None:
+        """Remove slots and return their memory, in whole units of memory."""
+        if (fitting := self._driver.slots.fitting_capacity(target)) < now:
+            self._driver.resize(fitting)
+            self.release()
 
     def _margin(self, now: int) -> int:
         """Return by how many bytes memory needs must fall before slots are added.

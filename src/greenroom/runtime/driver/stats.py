@@ -42,6 +42,8 @@ class Stats(Mapping[str, Any]):
     approximated: approximated misses (see `approximation_stats`); None if all misses are exact
     co_compute: misses moved to the device, and misses computed on the host (see `host_stats`);
         None if all misses are moved
+    pressure: how often the cache has shrunk because memory was short, since loading (see
+        `PressureWatcher.stats` in `hf/memory/pressure.py`); None if it never does
     """
 
     policy: str
@@ -67,6 +69,7 @@ class Stats(Mapping[str, Any]):
     split: dict[str, Any] | None = None
     approximated: dict[str, Any] | None = None
     co_compute: dict[str, Any] | None = None
+    pressure: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.__dataclass_fields__:

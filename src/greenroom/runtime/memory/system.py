@@ -7,12 +7,13 @@ import ctypes
 import gc
 import mmap
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
 from greenroom.errors import DeviceError
+from greenroom.runtime.memory.cgroups import MemoryCgroup, memory_cgroups
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 KIB = 1024
@@ -20,48 +21,16 @@ LARGE_PAGE = 2 << 20  # bytes
 _NORESERVE = 0x4000  # mmap has no name for it before Python 3.13
 
 
-def available_bytes() -> int:
+def available_bytes(cgroups: Sequence[MemoryCgroup] | None = None) -> int:
     """Return how many bytes of memory are available to this process.
 
     This is the smallest of the machine's available memory and the free memory of the process's
-    cgroups.
+    cgroups, which are looked up unless they are given.
     """
-    return min([int(psutil.virtual_memory().available), *_cgroup_rooms()])
-
-
-def _cgroup_rooms() -> list[int]:
-    """Return the free bytes of each memory cgroup (v1 and v2) of this process.
-
-    Free bytes are the limit minus the usage without page cache.
-    """
-    rooms = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                root, files = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "file")
-            elif "memory" in controllers.split(","):
-                root = Path("/sys/fs/cgroup/memory")
-                files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
-            else:
-                continue
-            folder = root / path.strip("/")
-            while folder == root or root in folder.parents:
-                rooms += _room(folder, *files)
-                folder = folder.parent
-    return rooms
-
-
-def _room(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> list[int]:
-    try:
-        limit = (folder / limit_file).read_text().strip()
-        usage = int((folder / usage_file).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return []
-    if not limit.isdigit():  # "max"
-        return []
-    return [max(int(limit) - usage + int(stat.get(cache_key, 0)), 0)]
+    groups = memory_cgroups() if cgroups is None else cgroups
+    free = (each.free_bytes() for each in groups)
+    in_cgroups = [nbytes for nbytes in free if nbytes is not None]
+    return min([int(psutil.virtual_memory().available), *in_cgroups])
 
 
 def rss_bytes() -> int:
@@ -72,7 +41,12 @@ def rss_bytes() -> int:
     cgroup counts the same pages, and the page cache of unmapped files, which the kernel reclaims if
     memory is short. Budgets, the start-up line, the closing line and statistics use this count.
     """
-    return _status_bytes("self", "VmRSS") + _helpers_bytes()
+    return own_rss_bytes() + _helpers_bytes()
+
+
+def own_rss_bytes() -> int:
+    """Return how many bytes of memory this process holds, without its helper processes."""
+    return _status_bytes("self", "VmRSS")
 
 
 def peak_rss_bytes() -> int:

@@ -182,9 +182,13 @@ class ContinuousEngine:
         """Resize the expert cache, also while answers run; return its number of slots."""
         self._check_open()
         slots = int(self.greenroom.resize(cache))
-        with self._changed:
-            self._changed.notify_all()  # further slots may be free
+        self._wake()
         return slots
+
+    def _wake(self) -> None:
+        """Let the engine's thread look for work, since further slots may be free."""
+        with self._changed:
+            self._changed.notify_all()
 
     def stop(self, grace_s: float) -> None:
         """Refuse new requests, give accepted ones `grace_s` seconds, and wait for the engine's end.
@@ -214,7 +218,7 @@ class ContinuousEngine:
     def _begin(self) -> None:
         self.model, tokenizer, summary = self._load(self._progress)
         self.greenroom = greenroom = self.model.greenroom
-        config = self.config
+        greenroom.on_growth, config = self._wake, self.config
         if self.model.config.is_encoder_decoder:
             raise UnsupportedModel(
                 f"{type(self.model).__name__} is an encoder-decoder model, which cannot be served:"

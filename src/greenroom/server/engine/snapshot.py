@@ -14,6 +14,7 @@ from greenroom.server.engine.requests import Finished
 if TYPE_CHECKING:
     from greenroom.server.engine.loop import ContinuousEngine
 
+OPTIONAL = "approximated", "co_compute", "pressure"
 USUAL = 0.2  # weight of the newest answer in the moving average
 
 
@@ -113,7 +114,7 @@ def model_stats(engine: ContinuousEngine) -> dict[str, Any]:
             "layers": _by_layer(greenroom),
         },
         **{name: stats[name] for name in ("prefetch", "stalls", "stall_s", "links")},
-        **{name: stats[name] for name in ("approximated", "co_compute") if stats[name] is not None},
+        **{name: stats[name] for name in OPTIONAL if stats[name] is not None},
     }
 
 

@@ -116,6 +116,10 @@ METRICS: tuple[tuple[Any, str, str, str, str], ...] = (
     (Gauge, "budget_bytes", "memory.budget_bytes", "", "memory budget (--memory)"),
     (Gauge, "resident_bytes", "memory.resident_bytes", "", "bytes of the expert cache's slots"),
     (Gauge, "resident_experts", "memory.slots", "", "slots of the expert cache"),
+    (Gauge, "pressure_reserve_bytes", "pressure.reserve_bytes", "", "memory left free to others"),
+    (Counter, "pressure_shrinks", "pressure.shrinks", "", "shrinks of the cache, memory was short"),
+    (Counter, "pressure_growths", "pressure.growths", "", "growths of the cache afterwards"),
+    (Counter, "pressure_released_bytes", "pressure.released_bytes", "", "bytes given back"),
     (Gauge, "process_resident_bytes", "memory.process_bytes", "", "memory of the process"),
     (Gauge, "kv_limit_bytes", "kv.limit_bytes", "", "limit of keys and values"),
     (

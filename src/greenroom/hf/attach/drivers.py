@@ -1,0 +1,72 @@
+"""Make the driver of a model's expert cache: scheduler, slots, memory between disk and GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from greenroom.core.build import build_scheduler
+from greenroom.core.predictor import Predictor
+from greenroom.core.prefetch.foresight import Foresight
+from greenroom.core.prefetch.guard import Guard
+from greenroom.core.transfers.tiers import HostTier
+from greenroom.hf.attach.predictors import runs_in_worker
+from greenroom.hf.memory.devices import lanes_of, links_of
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.memory.slots import chunks_in, host_tier, make_host_memory, make_slots, pieces_of
+from greenroom.policies import policy as named_policy
+from greenroom.runtime.cuda.calibrate import nominal_costs
+from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.driver.copier import Store
+from greenroom.runtime.driver.driver import Driver
+
+
+def make_driver(
+    setup: ModelSetup,
+    store: Store,
+    engines: Sequence[Engine],
+    predictor: Predictor | None,
+    top_k: int,
+    ahead: int,
+    co_compute: bool,
+) -> tuple[Driver, HostTier | None]:
+    """Make the driver that loads experts from a store into slots.
+
+    top_k:      experts that a token uses in a layer
+    ahead:      slots that prefetches may borrow at a time
+    co_compute: whether the host's CPU computes some of the missing experts too
+
+    Returns the driver, and the cache of experts in host memory if a GPU computes and it has room.
+    """
+    chunks = chunks_in(store, setup)
+    pieces = pieces_of(setup, [len(each) for each in chunks])
+    slots = make_slots(setup, pieces, engines)
+    tier, slot_bytes, lanes = host_tier(setup, pieces), setup.catalog.slot_bytes, lanes_of(setup)
+    scheduler = build_scheduler(
+        pieces,
+        setup.capacity,
+        named_policy(setup.policy),
+        setup.config,
+        costs=nominal_costs(slot_bytes) if co_compute else None,
+        expert_bytes=slot_bytes,
+        top_k=top_k,
+        scope=setup.scope,
+        lanes=lanes,
+        ahead=ahead,
+        seed=setup.seed,
+        host=tier,
+    )
+    between = None
+    if len(lanes) > 1:
+        staging = scheduler.view.staging_slots
+        between = make_host_memory(setup, pieces, chunks, staging, engines, co_compute)
+    driver = Driver(
+        scheduler,
+        store,
+        slots,
+        foresight=Foresight(predictor, setup.catalog.offsets) if predictor else None,
+        guard=Guard() if setup.guard and predictor else None,
+        predict_in_worker=runs_in_worker(predictor, setup.predict_in, setup.cuda),
+        links=links_of(setup),
+        host_memory=between,
+    )
+    return driver, tier

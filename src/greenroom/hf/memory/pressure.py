@@ -1,0 +1,192 @@
+"""Shrink the expert cache while other processes need memory: a thread that watches and resizes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from greenroom.amounts import show_bytes
+from greenroom.core.cache.pressure import CacheSize, MemoryReading, PressureRule, reserve_for
+from greenroom.errors import ClosedError, GreenroomError
+from greenroom.runtime.driver.driver import Driver
+from greenroom.runtime.memory.pressure import PressureSensor
+from greenroom.runtime.memory.system import trim_heap
+
+CHANGES = 1000  # the latest that are stored
+JOIN_S = 10.0  # for the thread's end; a resize waits for the expert reads of a step
+
+log = logging.getLogger(__name__)
+
+
+class LimitedSlots(Protocol):
+    """Slots of an expert cache whose number may be limited while memory is short.
+
+    `min_slots` is the least limit.
+    """
+
+    min_slots: int
+
+    def full_slots(self) -> int:
+        """Return the number of slots without a limit."""
+
+    def limit_slots(self, slots: int) -> None:
+        """Resize the expert cache to at most `slots` slots."""
+
+
+class FixedSlots:
+    """Slots of an expert cache of fixed size, which may be limited for a time."""
+
+    def __init__(self, driver: Driver, slots: int, min_slots: int) -> None:
+        self._driver, self._slots, self.min_slots = driver, slots, min(min_slots, slots)
+
+    def full_slots(self) -> int:
+        return self._slots
+
+    def limit_slots(self, slots: int) -> None:
+        target, now = min(slots, self._slots), self._driver.scheduler.capacity
+        self._driver.resize(target)
+        if target < now:
+            trim_heap()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """A change of the cache's size by the watcher.
+
+    at:            end of the change, in seconds of time.monotonic
+    before, slots: number of slots before and after it
+    free:          bytes that were free when it was decided
+    stalled:       whether processes had waited for memory then
+    """
+
+    at: float
+    before: int
+    slots: int
+    free: int
+    stalled: bool
+
+
+class PressureWatcher:
+    """Thread that shrinks an expert cache while memory is short, and grows it again afterwards.
+
+    `changes` has the latest changes of the cache's size.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        slot_bytes: int,
+        budget: int | None,
+        slots: Callable[[], LimitedSlots | None],
+        lock: threading.Lock,
+        sensor: PressureSensor | None = None,
+        on_growth: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the thread, which ends when `slots` returns None, or with `stop`.
+
+        budget:    memory budget of the process in bytes, if it has one
+        lock:      held while the cache is resized
+        on_growth: called in the thread after the cache has grown
+        """
+        self._driver, self._slots, self._lock = driver, slots, lock
+        self._sensor = PressureSensor() if sensor is None else sensor
+        self._ends, self._on_growth = False, on_growth
+        self._end_lock = threading.RLock()  # a finaliser may call `stop` in any thread
+        self.changes: deque[CacheChange] = deque(maxlen=CHANGES)
+        self._shrinks = self._growths = self._released = 0
+        self._shortage = ""
+        self._slot_bytes = slot_bytes
+        reading = self._sensor.read()
+        to_take = driver.scheduler.view.free_slots * slot_bytes
+        if budget is not None:
+            to_take = max(0, budget - reading.resident)
+        self._rule = PressureRule(reserve_for(reading.free, to_take), slot_bytes)
+        self._thread = threading.Thread(target=self._run, name="greenroom-pressure", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, after a resize that is under way. A second call does nothing."""
+        with self._end_lock:
+            if self._ends:
+                return
+            self._ends = True
+            self._sensor.stop_waiting()
+        if self._thread is not threading.current_thread():
+            self._thread.join(JOIN_S)
+
+    def stats(self) -> dict[str, Any]:
+        """Return how often the cache has changed its size, and why it has shrunk.
+
+        reserve_bytes:  free memory below which the cache shrinks
+        shrinks:        number of times that it gave slots back
+        growths:        number of times that it got slots back
+        released_bytes: sum of the memory that it gave back
+        cause:          cause of the last shrink; "" before the first one
+        """
+        return {
+            "reserve_bytes": self._rule.reserve,
+            "shrinks": self._shrinks,
+            "growths": self._growths,
+            "released_bytes": self._released,
+            "cause": self._shortage,
+        }
+
+    def _run(self) -> None:
+        try:
+            wait_s = 0.0
+            while not self._ends:
+                self._sensor.wait(wait_s)
+                with self._lock:
+                    if self._ends or (slots := self._slots()) is None:
+                        return
+                    wait_s = self._react(slots)
+        except ClosedError:
+            return  # the cache was closed
+        finally:
+            with self._end_lock:
+                self._ends = True
+                self._sensor.close()
+
+    def _react(self, slots: LimitedSlots) -> float:
+        """Resize the cache as the rule decides; return the seconds until the next reading."""
+        scheduler, reading = self._driver.scheduler, self._sensor.read()
+        before = scheduler.capacity
+        parts = self._driver.pieces.split or self._driver.pieces.copies
+        unfilled = 0 if parts is not None else scheduler.view.free_slots
+        size = CacheSize(slots.min_slots, slots.full_slots(), before, before - unfilled)
+        target = self._rule.decide(reading, size)
+        if target != before:
+            self._resize(slots, target, reading)
+        return self._rule.next_reading_s(size)
+
+    def _resize(self, slots: LimitedSlots, target: int, reading: MemoryReading) -> None:
+        driver = self._driver
+        before = driver.scheduler.capacity
+        try:
+            driver.scheduler.view.check_capacity(target)
+            slots.limit_slots(target)
+        except ClosedError:
+            raise
+        except GreenroomError as error:  # a layer's pinned experts, or no address space
+            log.warning("the expert cache keeps its %d slots: %s", before, error)
+            return
+        now = driver.scheduler.capacity
+        at, free = time.monotonic(), reading.free
+        self.changes.append(CacheChange(at, before, now, free, reading.stalled))
+        if now < before:
+            self._shrinks += 1
+            self._released += (before - now) * self._slot_bytes
+            self._shortage = f"only {show_bytes(reading.free)} of memory was free"
+            if reading.stalled:
+                self._shortage += ", and processes waited for memory"
+            cause = self._shortage
+            log.info("the expert cache shrinks from %d to %d slots: %s", before, now, cause)
+        elif now > before:
+            self._growths += 1
+            log.info("the expert cache grows from %d to %d slots", before, now)
+            self._on_growth()

@@ -1,0 +1,212 @@
+"""An expert cache that gives memory back to other processes, and takes it again."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import greenroom
+from greenroom.core.cache.pins import Pins, Task
+from greenroom.core.cache.pressure import CALM_S, MemoryReading
+from greenroom.errors import BudgetError, UsageError
+from greenroom.hf.memory import pressure as module
+from greenroom.hf.model.skeleton import ModelSkeleton
+from tests.hf.memory.sensor import PATIENCE, PLENTY, SHORT, FakeSensor
+from tests.models import cached_tiny
+
+
+@pytest.fixture(scope="module")
+def folder() -> Any:
+    return cached_tiny("qwen3_moe", tokenizer=True, max_position_embeddings=2048)
+
+
+@pytest.fixture
+def sensor(monkeypatch: pytest.MonkeyPatch) -> FakeSensor:
+    made = FakeSensor()
+    monkeypatch.setattr(module, "PressureSensor", lambda: made)
+    return made
+
+
+@pytest.fixture
+def load(folder: Any, sensor: FakeSensor) -> Iterator[Callable[..., Any]]:
+    models = []
+
+    def load(**options: Any) -> Any:
+        model, _ = greenroom.load(str(folder), kernels="eager", context=64, **options)
+        models.append(model)
+        return model
+
+    yield load
+    for model in models:
+        model.greenroom.detach()
+
+
+def answer(model: Any) -> list[int]:
+    ids = torch.randint(3, 300, (1, 9), generator=torch.Generator().manual_seed(2))
+    tokens = model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    return list(tokens[0].tolist())
+
+
+@pytest.mark.parametrize("options", [{"memory": "60GiB"}, {"cache": "100%", "pressure": "on"}])
+def test_the_cache_shrinks_to_its_fewest_slots_and_returns(
+    load: Callable[..., Any], sensor: FakeSensor, options: dict[str, Any]
+) -> None:
+    model = load(**options)
+    room, full = model.greenroom, model.greenroom.capacity
+    grown = []
+    room.on_growth = lambda: grown.append(room.capacity)
+    expected = answer(model)
+    sizes = [full]
+    for _ in range(12):
+        sensor.report(SHORT, 0.05)
+        sizes.append(room.capacity)
+        assert answer(model) == expected
+    fewest = sizes[-1]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) > 3
+    assert fewest == model.config.num_experts_per_tok
+    assert room.driver.slots.capacity == fewest  # the memory has as many slots
+    for _ in range(40):
+        sensor.report(PLENTY, CALM_S)
+    assert room.capacity == full
+    assert answer(model) == expected
+    assert grown == sorted(grown)
+    assert grown[-1] == full
+    counts = room.stats().pressure
+    assert counts["shrinks"] + counts["growths"] == len(room.pressure.changes)
+    assert counts["growths"] == len(grown)
+    assert counts["released_bytes"] == (full - fewest) * room.setup.catalog.slot_bytes
+    assert counts["cause"] == "only 0 B of memory was free"
+
+
+def test_every_layer_keeps_a_slot_beside_its_pinned_experts(
+    load: Callable[..., Any], folder: Any, sensor: FakeSensor, tmp_path: Path
+) -> None:
+    """Of nine slots in equal shares, the first layer has five: one beside four pinned experts."""
+    offsets = ModelSkeleton.of(folder).catalog.offsets
+    pins, task = tmp_path / "pins.json", Task(np.arange(4), np.ones(offsets[-1]))
+    pins.write_text(json.dumps(Pins({"a": task}, tuple(offsets)).as_json()))
+    model = load(cache="100%", pressure="on", scope="per-layer", pin=str(pins))
+    expected = answer(model)
+    for _ in range(12):
+        sensor.report(SHORT, 0.05)
+    assert model.greenroom.capacity == 9
+    assert answer(model) == expected
+
+
+def test_keys_and_values_take_slots_while_the_cache_is_limited(
+    load: Callable[..., Any], sensor: FakeSensor
+) -> None:
+    model = load(memory="60GiB")
+    room = model.greenroom
+    full = room.capacity
+    for _ in range(3):
+        answer(model)  # fills the slots
+    sensor.report(SHORT)
+    limited = room.capacity
+    assert 4 < limited < full
+    answer(model)  # every pass asks for room
+    assert room.capacity == limited
+    gc.collect()
+    budget = room.slot_budget
+    others = budget._needs(budget._other_caches(()), 1, 64, 64).total
+    most = budget.budget - others  # for further keys and values
+    budget.reserve(most - (limited - 2) * room.setup.catalog.slot_bytes)
+    assert room.capacity == limited - 2
+    with pytest.raises(BudgetError):
+        budget.reserve(most)
+    budget.reserve(0)
+    assert room.capacity == limited
+    for _ in range(30):
+        sensor.report(PLENTY, CALM_S)
+    assert room.capacity == full
+
+
+def test_a_fixed_size_is_kept_unless_it_is_told_otherwise(load: Callable[..., Any]) -> None:
+    for options in ({"cache": "50%"}, {"cache": "50%", "pressure": "off"},
+                    {"memory": "60GiB", "pressure": "off"}):  # fmt: skip
+        model = load(**options)
+        assert model.greenroom.pressure is None
+        assert model.greenroom.stats().pressure is None
+
+
+@pytest.mark.parametrize("pressure", ["auto", "on"])
+def test_a_size_that_the_user_sets_later_is_the_new_full_size(
+    load: Callable[..., Any], sensor: FakeSensor, pressure: str
+) -> None:
+    model = load(memory="60GiB", pressure=pressure)
+    room = model.greenroom
+    sensor.report(SHORT)
+    slots = room.resize("50%")
+    assert slots == room.capacity == room.setup.catalog.experts // 2
+    if pressure == "auto":  # a fixed size is not changed, so the thread ends
+        sensor.readings.put(MemoryReading(9.0, SHORT, 0))
+        room.pressure._thread.join(PATIENCE)
+        assert sensor.closed
+        assert room.capacity == slots
+        return
+    sensor.report(SHORT)
+    assert room.capacity < slots
+    for _ in range(30):
+        sensor.report(PLENTY, CALM_S)
+    assert room.capacity == slots
+
+
+def test_slots_are_given_back_between_the_layers_of_an_answer(
+    load: Callable[..., Any], sensor: FakeSensor
+) -> None:
+    """The reading comes while a layer's experts are computed: the resize waits for its end."""
+    model = load(memory="60GiB")
+    room = model.greenroom
+    full, expected = room.capacity, answer(model)
+    modules, calls = room.bindings.modules, []
+    kernel = modules[1].forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not calls:
+            sensor.now += 1
+            sensor.readings.put(MemoryReading(sensor.now, SHORT, 0))
+        calls.append(room.capacity)
+        return kernel(*args, **kwargs)
+
+    modules[1].forward = forward
+    try:
+        assert answer(model) == expected
+    finally:
+        del modules[1].forward
+    assert sensor.handled.acquire(timeout=PATIENCE)
+    assert room.capacity < full
+
+
+def test_the_thread_ends_with_the_model(load: Callable[..., Any], folder: Any) -> None:
+    model, _ = greenroom.load(str(folder), memory="60GiB", kernels="eager", context=64)
+    thread = model.greenroom.pressure._thread
+    assert thread.is_alive()
+    del model
+    until = time.monotonic() + PATIENCE
+    while thread.is_alive() and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    assert not thread.is_alive()
+
+
+def test_a_closed_cache_is_left_alone(load: Callable[..., Any], sensor: FakeSensor) -> None:
+    model = load(memory="60GiB")
+    model.greenroom.driver.close()
+    sensor.readings.put(MemoryReading(1.0, SHORT, 0))
+    model.greenroom.pressure._thread.join(PATIENCE)
+    assert not model.greenroom.pressure._thread.is_alive()
+    model.greenroom.pressure.stop()
+
+
+def test_another_value_of_the_option_is_refused(folder: Any) -> None:
+    with pytest.raises(UsageError, match="auto, on, off"):
+        greenroom.load(str(folder), pressure="always")
