@@ -33,6 +33,11 @@ class DraftPass:
         self._batch = Batch(model, exact=True)
         self.obstacle = self._batch.sequential_reason or self._find_obstacle(model)
 
+    @property
+    def description(self) -> str:
+        """Describe speculation in a few words, for the start-up line."""
+        return f"no speculation: {self.obstacle}" if self.obstacle else "speculation by lookup"
+
     def __call__(self, ids: Sequence[Sequence[int]], caches: Sequence[Any]) -> list[Tensor]:
         """Return the logits after each new token of some sequences: [new tokens, vocabulary] each.
 
