@@ -4,6 +4,7 @@ from greenroom.amounts import UNITS, Amount, format_amount, parse_share, show_by
 from greenroom.config.load import LoadConfig
 from greenroom.config.serve import (
     LOOKUP,
+    OFF,
     SamplingConfig,
     ServeConfig,
     SpeculationConfig,
@@ -22,6 +23,7 @@ __all__ = [
     "GROUPS",
     "INEXACT",
     "LOOKUP",
+    "OFF",
     "ORDERS",
     "PINS",
     "SCOPES",
