@@ -15,7 +15,7 @@ RECENT = 64  # tokens that are compared with earlier texts when these change
 PRIOR = 4.0  # weight of the chances below, in draft tokens
 MEMORY = 128.0  # draft tokens after which older ones count less
 # Chance that a draft token is right if the one before was, by the bit length of the match.
-CHANCES = (0.0, 0.3, 0.4, 0.6, 0.8, 0.9)
+CHANCES = (0.0, 0.3, 0.5, 0.75, 0.85, 0.95)
 
 
 class Draft(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 
 from greenroom.core.prefetch.guard import INTERVAL, LONGEST, Trial
 
-WARM_UP = 4  # passes before the first trial
+WARM_UP = 16  # passes before the first trial
 
 
 class SpeculationGuard:
