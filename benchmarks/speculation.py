@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import greenroom  # before torch, so that its settings of OpenMP hold
 import torch
 from common import commit, machine, note, show_ratio, table
 
-import greenroom
+import greenroom  # before torch, so that its settings of OpenMP hold
 from greenroom.hf.kv.batch import Batch
 from greenroom.hf.kv.cache import truncate
 from greenroom.hf.kv.draft_pass import DraftPass
@@ -128,8 +127,10 @@ def compare(model: Any, name: str, args: argparse.Namespace) -> list[Any]:
                 rates.append((len(text) - 1) / passes)
                 loop_counts = f"{counts.accepted} of {counts.drafted} draft tokens right"
         pairs.append((results[True], results[False]))
-        note(f"{name}: {results[True]:.1f} tokens/s with drafts, {results[False]:.1f} without;"
-             f" {loop_counts}")
+        note(
+            f"{name}: {results[True]:.1f} tokens/s with drafts, {results[False]:.1f} without;"
+            f" {loop_counts}"
+        )
     plain = statistics.median(rate for _, rate in pairs)
     return [name, f"{plain:.1f}", f"{statistics.median(rates):.2f}", show_ratio(pairs)]
 
@@ -165,7 +166,9 @@ def pass_times(model: Any, args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--caches", nargs="+", default=["100%", "75%", "50%", "25%"])
     parser.add_argument("--texts", nargs="+", default=list(texts()), choices=list(texts()))

@@ -176,9 +176,7 @@ class Trial:
         self._logs: list[float] = []  # of each pair: with / without
         self._lost = 0.0  # passes lost by the slower side of each pair
 
-    def passed(
-        self, seconds: float, last: bool = False, tokens: float = 1.0
-    ) -> TrialResult | None:
+    def passed(self, seconds: float, last: bool = False, tokens: float = 1.0) -> TrialResult | None:
         """Record a forward pass's time; return the trial's result if the pass ends it.
 
         `last` ends the trial with the current pair of blocks. `tokens` are the tokens that the pass

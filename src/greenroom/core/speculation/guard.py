@@ -65,5 +65,3 @@ class SpeculationGuard:
             self.verdict = result.verdict(self._incumbent, "speculation")
         self.trials += 1
         self._trial = None
-
-

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from greenroom.hf.kv.batched_cache import BatchedCache, length_of
+from greenroom.hf.kv.batched_cache import BatchedCache
 from greenroom.hf.kv.kinds import DYNAMIC
 from greenroom.runtime.kernels.dense.accelerate import FEW
 from greenroom.runtime.kernels.dense.attention import BATCHED_ATTENTION as SDPA

@@ -71,7 +71,6 @@ class Drafts:
 
     def remember(self, sequence: Sequence) -> None:
         """Remember the text of an ended request, so that later answers can repeat it."""
-        sequence.drafter = None
         if not self.obstacle:
             self.speculation.remember(sequence.ids[sequence.reused :])
 

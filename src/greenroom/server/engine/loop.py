@@ -231,9 +231,8 @@ class ContinuousEngine:
         if self.batch.sequential_reason:
             log.warning("requests are computed one after another: %s", self.batch.sequential_reason)
         self.drafts = Drafts(self.model) if config.speculate == LOOKUP else None
-        self.passes = PassRunner(
-            greenroom, self.batch, config.prefill_chunk, self.journal, self.drafts
-        )
+        chunk = config.prefill_chunk
+        self.passes = PassRunner(greenroom, self.batch, chunk, self.journal, self.drafts)
         limit = kv_limit(greenroom, config)
         self.admission = Admission(greenroom, self.batch, config, limit, self.journal)
         self.summary = f"{summary}\n{self._limits(limit)}" if summary else self._limits(limit)
@@ -244,14 +243,13 @@ class ContinuousEngine:
                 self._state = ("ready", 1.0, "")
 
     def _limits(self, limit: int) -> str:
-        """Describe the limits of requests, for the start-up line."""
+        """Describe the limits of requests, and speculation, for the start-up line."""
         one = "one after another" if self.batch.sequential_reason else "together"
         exact = ", each as if it were alone" if self.config.batch_invariant else ""
-        drafts = "" if self.drafts is None else f", {self.drafts.description}"
         return (
             f"up to {self.config.max_batch} requests {one}{exact}, with"
             f" {show_bytes(limit)} for their keys and values,"
-            f" {show_bytes(self.admission.prefixes.limit)} of it for prompt prefixes{drafts}"
+            f" {show_bytes(self.admission.prefixes.limit)} of it for prompt prefixes{self.passes.speculation}"
         )
 
     def _progress(self, share: float, what: str) -> None:
@@ -370,8 +368,7 @@ class ContinuousEngine:
         with self._contain_errors_of(sequence):
             if sequence.admitted is not None:
                 self.admission.release(sequence, keep=reason != "error")
-                if self.drafts is not None:
-                    self.drafts.remember(sequence)
+                self.passes.remember(sequence)
         self.totals.add(result)
         with self._contain_errors_of(sequence):
             sequence.listener(result)

@@ -54,6 +54,11 @@ class PassRunner:
         self._current: list[Sequence] = []
         self.passes = self.tokens = self.faults = 0
 
+    @property
+    def speculation(self) -> str:
+        """Describe speculation, as the end of the start-up line; "" where it is off."""
+        return "" if self._drafts is None else f", {self._drafts.description}"
+
     def interrupt_if_unwanted(self) -> None:
         """Interrupt the current forward pass if all of its requests are cancelled."""
         with self._lock:
@@ -97,6 +102,12 @@ class PassRunner:
         self.tokens += right
         if self._drafts is not None and timed:
             self._drafts.record(len(timed) + right)
+
+    def remember(self, sequence: Sequence) -> None:
+        """Remember the text of an ended request, for drafts of later ones."""
+        sequence.drafter = None
+        if self._drafts is not None and sequence.computed:
+            self._drafts.remember(sequence)
 
     def _attempt(
         self, shares: list[Share], drafts: Drafts | None = None
