@@ -90,7 +90,7 @@ def test_concurrent_answers_are_those_of_requests_alone(engines: Any) -> None:
     ]
     together = [drafted.ask(prompt, 40, sampling=sampling) for prompt, sampling in asked]
     for each, (prompt, sampling) in zip(together, asked, strict=True):
-        each.end()
+        assert each.end().reason == "length", each.end().error
         alone = plain.ask(prompt, 40, sampling=sampling)
         alone.end()
         assert each.ids == alone.ids

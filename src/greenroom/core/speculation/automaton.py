@@ -109,16 +109,16 @@ class SuffixAutomaton:
         return state
 
     def after(self, place: int, count: int) -> list[int]:
-        """Return up to `count` tokens of the text from a place on, up to a separator.
+        """Return up to `count` tokens from a place on, up to a separator.
 
         Where the text ends, it is assumed to repeat itself from `place` on.
         """
-        found = self.tokens[place : place + count].tolist()
-        if SEPARATOR in found:
-            return found[: found.index(SEPARATOR)]
-        while 0 < len(found) < count:
-            found += found[: count - len(found)]
-        return found
+        tokens = self.tokens[place : place + count].tolist()
+        if SEPARATOR in tokens:
+            return tokens[: tokens.index(SEPARATOR)]
+        while 0 < len(tokens) < count:
+            tokens += tokens[: count - len(tokens)]
+        return tokens
 
 
 class Match:

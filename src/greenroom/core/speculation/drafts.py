@@ -1,4 +1,4 @@
-"""Drafts of a text's next tokens, from what followed its last tokens when they occurred before."""
+"""Draft tokens of a text: what followed its last tokens when they occurred before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ CHANCES = (0.0, 0.3, 0.5, 0.75, 0.85, 0.95)
 
 
 class Draft(NamedTuple):
-    """A guess of the tokens that follow, and the chance that each is right if those before are."""
+    """A guess of the tokens that follow.
+
+    `chance` is the chance that each of `tokens` is right if those before it are.
+    """
 
     tokens: Sequence[int] = ()
     chance: float = 0.0
@@ -80,26 +83,26 @@ class Drafter:
     """
 
     def __init__(self, acceptance: Acceptance, history: History | None = None) -> None:
-        self._own, self._acceptance, self._history = SuffixAutomaton(), acceptance, history
+        self._text, self._acceptance, self._history = SuffixAutomaton(), acceptance, history
         self._matches: list[tuple[SuffixAutomaton, Match]] = []
         self._open: Sequence[int] = ()  # tokens of the draft that is observed
         self._matched = self._right = 0  # of this draft
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._text)
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
         for token in tokens:
             self._observe(token)
-            self._own.add(token)
+            self._text.add(token)
             for automaton, match in self._matches:
                 automaton.advance(match, token)
 
     def draft(self) -> Draft:
         """Return the most likely next tokens; none without a match."""
         self._follow_history()
-        matched, (automaton, place) = self._own.matched, (self._own, self._own.place)
+        matched, (automaton, place) = self._text.matched, (self._text, self._text.place)
         for other, match in self._matches:
             if match.length > matched:
                 matched, automaton, place = match.length, other, match.place
@@ -128,6 +131,6 @@ class Drafter:
         if [each for each, _ in self._matches] == list(automata):
             return
         self._matches = [(each, Match()) for each in automata]
-        for token in self._own.tokens[-RECENT:]:
+        for token in self._text.tokens[-RECENT:]:
             for automaton, match in self._matches:
                 automaton.advance(match, token)

@@ -1,4 +1,4 @@
-"""Times of forward passes by their number of tokens, and the drafts that are worth their time."""
+"""Times of forward passes, and the drafts that are worth their time."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Speculation:
         self.counts, self.guard = SpeculationCounts(), SpeculationGuard()
         self.history = History() if history else None
         self._most, self._times, self._acceptance = most, PassTimes(), Acceptance()
-        self._wanted = False  # whether the current pass has drafts, or would have but for the guard
+        self._has_drafts = False  # whether the pass has drafts, or would have but for the guard
 
     def drafter(self, tokens: Sequence[int]) -> Drafter:
         """Begin to draft for a text."""
@@ -50,20 +50,23 @@ class Speculation:
             for draft, limit in zip(drafts, limits, strict=True)
         ]
         lengths = worthwhile(drafts, self._times, self._most)
-        self._wanted = any(lengths)
+        self._has_drafts = any(lengths)
         if not self.guard.on:
             return [[] for _ in drafts]
         return [list(draft.tokens[:n]) for draft, n in zip(drafts, lengths, strict=True)]
 
     def record(self, drafts: Sequence[Sequence[int]], tokens: int, seconds: float) -> None:
-        """Record the time of a pass, its drafts, and the new tokens that its sequences got."""
+        """Record the time of a pass.
+
+        `drafts` are those of its sequences, which together got `tokens` new tokens.
+        """
         sequences, drafted = len(drafts), sum(map(len, drafts))
         self._times.record(sequences + drafted, seconds)
         if drafted:
             self.counts.passes += 1
             self.counts.drafted += drafted
             self.counts.accepted += tokens - sequences
-        if self._wanted:
+        if self._has_drafts:
             self.guard.passed(seconds, tokens, sequences)
 
     def remember(self, tokens: Sequence[int]) -> None:

@@ -47,8 +47,8 @@ class BatchedCache(Cache):
 
     def additions(self) -> tuple[list[Any], list[int]]:
         """Return each KV cache once, and how many tokens the pass adds to it."""
-        own = list({id(cache): cache for cache in self.caches}.values())
-        return own, [self._tokens[id(cache)] - length_of(cache) for cache in own]
+        distinct = list({id(cache): cache for cache in self.caches}.values())
+        return distinct, [self._tokens[id(cache)] - length_of(cache) for cache in distinct]
 
     def positions(self, embeddings: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Split rotary embeddings by token: return a pair (cosines, sines) for each token.

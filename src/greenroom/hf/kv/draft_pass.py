@@ -24,7 +24,7 @@ TRIED = 4  # tokens of each sequence in the trial
 
 
 class DraftPass:
-    """Runs forward passes in which each token of a sequence has the bits of a pass of its own.
+    """Runs forward passes whose tokens have the bits of single-token passes.
 
     obstacle: why the model cannot do that; "" if it can. Then no pass may be run.
     """
@@ -65,10 +65,10 @@ class DraftPass:
         with model.greenroom.hooks.without_experts():
             caches, expected = [], []
             for each in ids:
-                own = [batch.cache()]
-                batch([each[:7]], own)
-                expected.append(torch.cat([batch([[token]], own)[0][None] for token in each[7:]]))
-                caches += own
+                cache = [batch.cache()]
+                batch([each[:7]], cache)
+                expected.append(torch.cat([batch([[token]], cache)[0][None] for token in each[7:]]))
+                caches += cache
             if not all(has_all_tokens(cache, 7 + TRIED) for cache in caches):
                 return f"the KV cache of {name} cannot drop its last tokens"
             for cache in caches:

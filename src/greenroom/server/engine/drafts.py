@@ -53,9 +53,15 @@ class Drafts:
         return any(self._drafted)
 
     def verify(self, caches: Many[Any]) -> list[Tensor]:
-        """Run a pass with the drafts of its requests; return logits [1 + draft, vocabulary]."""
-        ids = [[each.ids[-1], *each.draft] for each in self._current]
-        return self._pass(ids, caches)
+        """Run a pass with the drafts of its requests, and return their logits.
+
+        They are [1 + draft, vocabulary], or [vocabulary] for a request without a draft.
+        """
+        logits = self._pass([[each.ids[-1], *each.draft] for each in self._current], caches)
+        return [
+            rows if each.draft else rows[0]
+            for each, rows in zip(self._current, logits, strict=True)
+        ]
 
     def time(self, begin: float) -> bool:
         """Record that the pass took from `begin`, a time of perf_counter, to now.

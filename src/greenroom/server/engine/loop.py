@@ -246,10 +246,10 @@ class ContinuousEngine:
         """Describe the limits of requests, and speculation, for the start-up line."""
         one = "one after another" if self.batch.sequential_reason else "together"
         exact = ", each as if it were alone" if self.config.batch_invariant else ""
+        kv_bytes, prefixes = show_bytes(limit), show_bytes(self.admission.prefixes.limit)
         return (
-            f"up to {self.config.max_batch} requests {one}{exact}, with"
-            f" {show_bytes(limit)} for their keys and values,"
-            f" {show_bytes(self.admission.prefixes.limit)} of it for prompt prefixes{self.passes.speculation}"
+            f"up to {self.config.max_batch} requests {one}{exact}, with {kv_bytes} for their keys"
+            f" and values, {prefixes} of it for prompt prefixes{self.passes.speculation}"
         )
 
     def _progress(self, share: float, what: str) -> None:
