@@ -31,9 +31,10 @@ import torch
 from common import commit, machine, note, show_ratio, table
 
 import greenroom  # before torch, so that its settings of OpenMP hold
+from greenroom.core.speculation.speculation import Speculation
 from greenroom.hf.kv.batch import Batch
 from greenroom.hf.kv.cache import truncate
-from greenroom.hf.kv.draft_pass import DraftPass
+from greenroom.hf.kv.draft_pass import MOST_ROWS, DraftPass
 from greenroom.hf.text.drafting import DraftedLoop
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,19 +110,20 @@ def compare(model: Any, name: str, args: argparse.Namespace) -> list[Any]:
     vocabulary = model.config.get_text_config().vocab_size
     prompt, text = (tokens_of(each, vocabulary) for each in texts()[name])
     text = text[: args.tokens]
-    for loop in (DraftedLoop(model), None):  # their kernels and experts are in memory
-        answer(model, prompt, text[:48], loop)
+    loop = DraftedLoop(model)
+    if loop.obstacle:
+        raise SystemExit(loop.obstacle)
+    for each in (loop, None):  # then kernels are warm, and experts are in memory
+        answer(model, prompt, text[:48], each)
     pairs, rates = [], []
     for repeat in range(args.repeats):
         results = {}
         for drafted in (False, True) if repeat % 2 else (True, False):
-            loop = DraftedLoop(model) if drafted else None
-            if loop is not None and loop.obstacle:
-                raise SystemExit(loop.obstacle)
-            rate, tokens = answer(model, prompt, text, loop)
+            loop.speculation = Speculation(MOST_ROWS)  # every answer learns anew
+            rate, tokens = answer(model, prompt, text, loop if drafted else None)
             assert tokens == text
             results[drafted] = rate
-            if loop is not None:
+            if drafted:
                 counts = loop.speculation.counts
                 passes = len(text) - 1 - counts.accepted
                 rates.append((len(text) - 1) / passes)

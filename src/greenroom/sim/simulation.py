@@ -107,8 +107,7 @@ def simulate(
     reset: start every prompt with an empty cache
     machine: a machine profile (file of `greenroom doctor -o`, or a `Machine`); adds times
     prefetch: expert predictors to prefetch with (needs a machine); "off" is without prefetching
-    speculate: "lookup" lets decode passes verify drafts (needs a machine, and a trace with token
-        ids); "off" is one token a pass
+    speculate: "lookup" lets decode passes verify drafts (needs a machine, and token ids)
     expert_bytes, dense_bytes: bytes of an expert, and of a layer's other weights (with a machine;
         default: from the trace; other weights of unknown size take no time)
     workers: number of simulations to run at a time (default: one per core)
