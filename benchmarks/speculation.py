@@ -114,7 +114,7 @@ def compare(model: Any, name: str, args: argparse.Namespace) -> list[Any]:
     if loop.obstacle:
         raise SystemExit(loop.obstacle)
     for each in (loop, None):  # then kernels are warm, and experts are in memory
-        answer(model, prompt, text[:48], each)
+        answer(model, prompt, text, each)
     pairs, rates = [], []
     for repeat in range(args.repeats):
         results = {}
