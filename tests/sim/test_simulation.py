@@ -77,7 +77,7 @@ def test_a_machine_adds_times_and_prefetching(small: Trace) -> None:
 
 
 def test_speculation_is_simulated_per_cell() -> None:
-    work = Table((1000,), (1,), ((1e-3,),))
+    work = Table((1000,), (1, 16), ((1e-3, 1e-3),))  # for any number of tokens
     machine = Machine((Route("disk", "host", Link(1e6)),), (Processor("cpu", "host", work, work),))
     repeating = trace([[-4, *[1] * 80]])
     ids = np.resize([5, 6, 7, 8], repeating.tokens).astype(np.int32)
