@@ -144,7 +144,7 @@ class Study(EventOptions):
         """
         plain, trace, costs = replace(self, speculates=False), self.trace, self.costs
         assert costs is not None
-        wait = plain.run(cell)["stall_s"] / trace.tokens
+        wait = float(plain.run(cell)["stall_s"]) / trace.tokens
 
         def seconds(tokens: int, experts: int) -> float:
             dense = trace.layers * costs.dense.seconds(tokens)

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from greenroom.core.config.base import Approximation
 from greenroom.core.predictor import PassStart
 from greenroom.hf.kv.batch import Batch
 from greenroom.hf.kv.cache import truncate
 from greenroom.hf.kv.draft_pass import MOST_ROWS, DraftPass
+from greenroom.hf.memory.setup import ModelSetup
 from tests.gguf_models import write
 from tests.hf.kv.test_batch import WIDE, attached, draw, served
 
@@ -89,6 +91,12 @@ def test_a_model_whose_tokens_see_later_ones_has_no_drafts(monkeypatch: Any) -> 
         obstacle = DraftPass(model).obstacle
     assert 2 in calls
     assert "a token's bits depend on the tokens after it" in obstacle
+
+
+def test_approximated_misses_exclude_drafts(monkeypatch: Any) -> None:
+    with served("qwen3_moe", "bfloat16", **WIDE) as model:
+        monkeypatch.setattr(ModelSetup, "approximation", Approximation())
+        assert "misses are approximated" in DraftPass(model).obstacle
 
 
 def test_predictors_observe_one_pass_of_single_tokens(monkeypatch: Any) -> None:
