@@ -211,6 +211,10 @@ def test_a_server_that_is_not_there() -> None:
             "with --url the server loads the model",
         ),
         (
+            ("--url", "http://localhost:8000", "--speculate", "lookup"),
+            "with --url the server loads the model",
+        ),
+        (
             ("--url", "http://localhost:8000", "--no-idle-prefetch"),
             "with --url the server loads the model",
         ),

@@ -16,6 +16,7 @@ from greenroom.cli.terminal.live import status
 from greenroom.hf.text.generate import Answer
 from greenroom.runtime.driver.stats import Stats
 from tests.cli.conftest import Ran, Run, start
+from tests.models import cached_tiny
 
 PROMPT = "The green room is where"
 FEW = ("--max-new-tokens", 8, "--kernels", "eager")
@@ -185,6 +186,24 @@ def test_the_smallest_temperatures_take_the_likeliest_token(
     found = cli("run", folder, PROMPT, *options, temperature).json["token_ids"]
     assert found == cli("run", folder, PROMPT, *options, "0").json["token_ids"]
     assert "--temperature" in cli("run", folder, PROMPT, "--temperature", "nan").mistake
+
+
+def test_speculation_keeps_the_text_and_is_reported(cli: Run) -> None:
+    folder = cached_tiny("qwen3_moe", tokenizer=True, dtype="bfloat16", hidden_size=64, head_dim=16)
+    options = ("--cache", "50%", "--max-new-tokens", 40, "--json")
+    plain = cli("run", folder, PROMPT, *options)
+    drafted = cli("run", folder, PROMPT, *options, "--speculate", "lookup")
+    assert drafted.json["token_ids"] == plain.json["token_ids"]
+    assert list(drafted.json["speculation"]) == ["passes", "drafted", "accepted", "on", "verdict"]
+    assert "speculation" not in plain.json
+    assert "speculation by lookup" in drafted.err
+    assert "speculation" not in plain.err
+
+
+def test_a_model_without_speculation_says_why(cli: Run, folder: Path) -> None:
+    found = cli("run", folder, PROMPT, "--cache", "25%", *FEW, "--speculate", "lookup")
+    assert found.code == 0
+    assert "no speculation: " in found.err
 
 
 def test_a_seed_repeats_a_sample(cli: Run, folder: Path) -> None:

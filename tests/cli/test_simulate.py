@@ -308,6 +308,10 @@ TIMED = {
     ),
     "no predictions": (("--prefetch", "recorded"), "recorded needs a trace with predictions"),
     "no token ids": (("--prefetch", "token"), "predictor token needs token ids"),
+    "no ids of drafts": (
+        ("--speculate", "lookup", "--expert-bytes", "1MB"),
+        "--speculate drafts tokens by their ids, which this trace does not have",
+    ),
     "no protection": (
         ("--prefetch", "oracle", "--pin", "none", "--expert-bytes", "1MB"),
         "does not work with prefetching",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import greenroom
@@ -73,7 +76,23 @@ def test_a_machine_adds_times_and_prefetching(small: Trace) -> None:
     assert set(results.curves("tpot_s")) == {"lru", "lru, markov"}
 
 
+def test_speculation_is_simulated_per_cell() -> None:
+    work = Table((1000,), (1, 16), ((1e-3, 1e-3),))  # for any number of tokens
+    machine = Machine((Route("disk", "host", Link(1e6)),), (Processor("cpu", "host", work, work),))
+    repeating = trace([[-4, *[1] * 80]])
+    ids = np.resize([5, 6, 7, 8], repeating.tokens).astype(np.int32)
+    repeating = replace(repeating, token_ids=ids)
+    options: Any = {"machine": machine, "expert_bytes": 1000}
+    plain = greenroom.simulate(repeating, "lru", [8, 16], **options)
+    drafted = greenroom.simulate(repeating, "lru", [8, 16], speculate="lookup", **options)
+    for one, other in zip(plain, drafted, strict=True):
+        assert other["requests"] < one["requests"]  # a pass asks for an expert once
+        assert other["tokens_per_s"] > one["tokens_per_s"]
+
+
 WRONG = {
+    "speculation": ({"speculate": "lookup"}, UsageError, "only with --machine"),
+    "a drafter": ({"speculate": "best"}, UnknownName, "lookup"),
     "policy": ({"policy": "nope"}, UnknownName, "nope"),
     "no policy": ({"policy": []}, UsageError, "policy is an empty list"),
     "capacity": ({"capacity": "300%"}, UsageError, "300%"),

@@ -12,7 +12,7 @@ from greenroom.cli.options.parser import Parser
 from greenroom.cli.serve import name_of, need_extra
 from greenroom.cli.terminal.progress import collect_garbage, model_progress, quiet
 from greenroom.cli.terminal.session import Session, Terminal
-from greenroom.config import LoadConfig, SamplingConfig, ServeConfig
+from greenroom.config import OFF, LoadConfig, SamplingConfig, ServeConfig
 from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def add_to(parser: Parser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system prompt of the conversation")
     add_options(parser, SamplingConfig, "sampling")
     add_verbose(parser)
-    add_options(parser, ServeConfig, names=["no_idle_prefetch"])
+    add_options(parser, ServeConfig, names=["speculate", "no_idle_prefetch"])
     add_options(parser, LoadConfig)
     parser.show("system", "url")
 
@@ -48,11 +48,12 @@ def main(args: argparse.Namespace) -> None:
     load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
     if args.url is None and args.model is None:
         raise UsageError("no model: give a MODEL to load, or the address of a server with --url")
-    if args.url is not None and (load != LoadConfig() or args.no_idle_prefetch):
+    chosen = load != LoadConfig() or args.no_idle_prefetch or args.speculate != OFF
+    if args.url is not None and chosen:
         raise UsageError(
             "with --url the server loads the model, so leave out the options of memory, expert"
             " cache,"
-            " prefetching and machine, or give them to `greenroom serve`"
+            " prefetching, speculation and machine, or give them to `greenroom serve`"
         )
     if args.url is None and args.api_key_file is not None:
         raise UsageError("--api-key-file is for a server: give its address with --url")
@@ -82,7 +83,10 @@ def _local(
         from greenroom.server.engine.start import start
 
         quiet(progress)
-        once = ServeConfig(max_batch=1, max_queue=1, no_idle_prefetch=args.no_idle_prefetch)
+        once = ServeConfig(
+            max_batch=1, max_queue=1, speculate=args.speculate,
+            no_idle_prefetch=args.no_idle_prefetch,
+        )  # fmt: skip
         engine = start(args.model, load, once, verbose=args.verbose)
         try:
             wait_until_loaded(

@@ -14,7 +14,7 @@ from greenroom.cli.options.fields import add_model, add_options, add_verbose, co
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import check_target
 from greenroom.cli.terminal.progress import Progress, model_progress, open_model
-from greenroom.config import LoadConfig, SamplingConfig, show_bytes
+from greenroom.config import LOOKUP, LoadConfig, SamplingConfig, SpeculationConfig, show_bytes
 from greenroom.config.tables import SYSTEMS
 from greenroom.errors import UsageError
 from greenroom.sim.table import show_time
@@ -70,6 +70,7 @@ def add_to(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument("--system", metavar="NAME", help=SYSTEM)
     add_options(parser, SamplingConfig, "sampling")
+    add_options(parser, SpeculationConfig)
     add_verbose(parser)
     add_options(parser, LoadConfig)
     parser.show("json")
@@ -79,6 +80,7 @@ def main(args: argparse.Namespace) -> None:
     if args.system is not None:
         apply(args)
     load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
+    speculation = take(args, SpeculationConfig)
     if load.predictor is not None and load.prefetch == "off":  # `trace record` allows both
         raise UsageError(
             "--predictor is for prefetching, but --prefetch is off: leave out --predictor, or give"
@@ -89,7 +91,7 @@ def main(args: argparse.Namespace) -> None:
     if args.timeline is not None:
         check_target(args.timeline)
     with model_progress(args.model) as progress:
-        _run(args, load, sampling, prompt, progress)
+        _run(args, load, sampling, speculation, prompt, progress)
 
 
 def apply(args: argparse.Namespace) -> None:
@@ -109,16 +111,20 @@ def _run(
     args: argparse.Namespace,
     load: LoadConfig,
     sampling: SamplingConfig,
+    speculation: SpeculationConfig,
     prompt: str,
     progress: Progress,
 ) -> None:
     from greenroom.cli.terminal.live import LiveLine, status
     from greenroom.hf.check.loss import describe_loss, stored_loss
-    from greenroom.hf.text.generate import answer
+    from greenroom.hf.text.generate import DraftedLoop, answer
 
     out = _Out(shown=not args.json)
     with open_model(args.model, load, progress, args.verbose) as (model, tokenizer):
-        greenroom = model.greenroom
+        greenroom, loop = model.greenroom, None
+        if speculation.speculate == LOOKUP:
+            loop = DraftedLoop(model)
+            print(loop.description, file=sys.stderr)
         greenroom.timeline(args.timeline is not None)
         with out, LiveLine(greenroom.stats, shown=args.live) as live:
 
@@ -128,16 +134,20 @@ def _run(
 
             context = greenroom.setup.context
             result = answer(
-                model, tokenizer, prompt, sampling, raw=args.raw, context=context, on_text=show
-            )
+                model, tokenizer, prompt, sampling,
+                raw=args.raw, context=context, on_text=show, loop=loop,
+            )  # fmt: skip
         stats, timeline = greenroom.stats(), greenroom.timeline(False)
         loss = stored_loss(greenroom.setup)
-    if verdict := stats.prefetch["verdict"]:
-        print(verdict, file=sys.stderr)
+    drafts = None if loop is None else loop.speculation.as_json()
+    for verdict in (stats.prefetch["verdict"], drafts and drafts["verdict"]):
+        if verdict:
+            print(verdict, file=sys.stderr)
     inexact = stats.approximated is not None
     if args.json:
         cost = {"quality": None if loss is None else asdict(loss)} if inexact else {}
-        print(json.dumps({**as_json(result, stats), **cost}))
+        more = {} if drafts is None else {"speculation": drafts}
+        print(json.dumps({**as_json(result, stats), **cost, **more}))
     else:
         if args.live:
             print(f"[{status(stats)}]", file=sys.stderr)

@@ -2,7 +2,14 @@
 
 from greenroom.amounts import UNITS, Amount, format_amount, parse_share, show_bytes
 from greenroom.config.load import LoadConfig
-from greenroom.config.serve import SamplingConfig, ServeConfig, bounded_temperature
+from greenroom.config.serve import (
+    LOOKUP,
+    OFF,
+    SamplingConfig,
+    ServeConfig,
+    SpeculationConfig,
+    bounded_temperature,
+)
 from greenroom.config.simulate import ORDERS, PINS, BudgetsConfig, SimulateConfig
 from greenroom.config.study import BenchmarkConfig, RecordConfig, TrainConfig
 from greenroom.config.synth import SynthConfig, TopicsConfig, ZipfConfig
@@ -15,6 +22,8 @@ __all__ = [
     "BUDGETS",
     "GROUPS",
     "INEXACT",
+    "LOOKUP",
+    "OFF",
     "ORDERS",
     "PINS",
     "SCOPES",
@@ -28,6 +37,7 @@ __all__ = [
     "SchedulerConfig",
     "ServeConfig",
     "SimulateConfig",
+    "SpeculationConfig",
     "SynthConfig",
     "TopicsConfig",
     "TrainConfig",

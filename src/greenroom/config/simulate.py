@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from greenroom.amounts import Amount
+from greenroom.config.serve import LOOKUP, OFF
 from greenroom.config.tables import SYSTEMS
 from greenroom.core.config.base import VALUE
 from greenroom.core.config.scheduler import TAU, SchedulerConfig
@@ -110,6 +111,10 @@ class SimulateConfig(SchedulerConfig):
         None, "load experts before they are needed, by each of these predictors in turn: markov,"
         " next-gate:2 (two layers ahead), oracle, ...; off (default): without prefetching",
         "NAME[:D][,...]", group=TIME, shown=True,
+    )  # fmt: skip
+    speculate: str = option(
+        OFF, "lookup: decode passes verify drafts, as in `greenroom run --speculate lookup`; the"
+        " trace must have token ids", None, (OFF, LOOKUP), group=TIME,
     )  # fmt: skip
     ahead: int | None = option(
         None, "with --prefetch, most slots that hold prefetched experts at a time, at most a"

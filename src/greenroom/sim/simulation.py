@@ -83,6 +83,7 @@ def simulate(
     reset: bool = False,
     machine: str | os.PathLike[str] | Machine | None = None,
     prefetch: str | Sequence[str] = OFF,
+    speculate: str = OFF,
     expert_bytes: int | None = None,
     dense_bytes: int | None = None,
     workers: int | None = None,
@@ -106,6 +107,7 @@ def simulate(
     reset: start every prompt with an empty cache
     machine: a machine profile (file of `greenroom doctor -o`, or a `Machine`); adds times
     prefetch: expert predictors to prefetch with (needs a machine); "off" is without prefetching
+    speculate: "lookup" lets decode passes verify drafts (needs a machine, and token ids)
     expert_bytes, dense_bytes: bytes of an expert, and of a layer's other weights (with a machine;
         default: from the trace; other weights of unknown size take no time)
     workers: number of simulations to run at a time (default: one per core)
@@ -119,7 +121,7 @@ def simulate(
         policy=_join("policy", policy), capacity=_join("capacity", capacity), order=order,
         scope=scope, pin=pin, seed=seed, limit=limit, reset=reset,
         machine=None if machine is None else str(machine),
-        prefetch=None if prefetch == OFF else _join("prefetch", prefetch),
+        prefetch=None if prefetch == OFF else _join("prefetch", prefetch), speculate=speculate,
         expert_bytes=None if expert_bytes is None else str(expert_bytes),
         dense_bytes=None if dense_bytes is None else str(dense_bytes),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from greenroom.config import (
+    LOOKUP,
     PINS,
     Amount,
     BudgetsConfig,
@@ -39,6 +40,7 @@ from greenroom.sim.pinned import pinned_by_step
 from greenroom.sim.replay import ReplayResult, replay
 from greenroom.sim.timed import SimulatedTimes, time_trace
 from greenroom.trace import Trace, stream
+from greenroom.trace.speculate import speculate
 
 Row = dict[str, Any]
 
@@ -70,6 +72,7 @@ class Study(EventOptions):
     expert_bytes: bytes of an expert
     pins:         experts of tasks that are never evicted; only without costs, in order runtime
     resizes:      (token, capacity): the cache has another size from that token on; without costs
+    speculates:   whether decode passes verify drafts; needs costs
     """
 
     trace: Trace
@@ -79,6 +82,7 @@ class Study(EventOptions):
     expert_bytes: int = 0
     pins: Pins | None = None
     resizes: tuple[tuple[int, int], ...] = ()
+    speculates: bool = False
 
     @classmethod
     def of(cls, trace: Trace, order: str, **options: Any) -> Study:
@@ -94,6 +98,8 @@ class Study(EventOptions):
         Returns the results by field, as `greenroom simulate --json` prints them. Raises UsageError
         for options that exclude each other.
         """
+        if self.speculates:
+            return self._with_drafts(cell).run(cell)
         chosen = policy(cell.policy)
         options: Any = {
             "scope": self.scope, "pin": cell.pin, "seed": self.seed, "reset": self.reset,
@@ -138,6 +144,22 @@ class Study(EventOptions):
             "miss_ratio": result.misses / result.requests if result.requests else 0.0,
             **timed,
         }
+
+    def _with_drafts(self, cell: Cell) -> Study:
+        """Return the study with the passes that verify drafts.
+
+        Each token of a pass is expected to wait for experts as long as it does without drafts.
+        """
+        plain, trace, costs = replace(self, speculates=False), self.trace, self.costs
+        assert costs is not None
+        wait = float(plain.run(cell)["stall_s"]) / trace.tokens
+
+        def seconds(tokens: int, experts: int) -> float:
+            dense = trace.layers * costs.dense.seconds(tokens)
+            return dense + experts * costs.expert.seconds(1) + tokens * wait
+
+        trace = speculate(trace, seconds)
+        return replace(plain, trace=trace, requests=stream(trace, self.order))
 
     @property
     def needs_events(self) -> bool:
@@ -276,7 +298,8 @@ def study_of(config: SimulateConfig, trace: Trace, machine: Machine | None) -> S
     return Study.of(
         trace, config.replayed, scope=scope_of(config.scope), seed=config.seed, reset=config.reset,
         ahead=config.ahead, pins=pins, resizes=resizes, split=split_of(config.split), config=config,
-        nested=config.nested, **machine_options(config, trace, machine),
+        nested=config.nested, speculates=config.speculate == LOOKUP,
+        **machine_options(config, trace, machine),
     )  # fmt: skip
 
 

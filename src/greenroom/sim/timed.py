@@ -121,7 +121,8 @@ def time_trace(
 def times_by_request(trace: Trace, passes: Floats) -> tuple[Floats, Floats]:
     """Split the times of all forward passes into times to first token and decoding times.
 
-    Returns (time to first token of each answer, time of each later decoding pass).
+    Returns (time to first token of each answer, time of each later decoding pass). The time of a
+    pass that gave its text several tokens is divided among them.
     """
     ttft = np.zeros(trace.requests)
     first_tokens = np.zeros(trace.passes, np.bool_)
@@ -130,7 +131,11 @@ def times_by_request(trace: Trace, passes: Floats) -> tuple[Floats, Floats]:
         prompt = max(1, int(decodes[0])) if decodes.size else end - begin
         ttft[request] = passes[begin : begin + prompt].sum()
         first_tokens[begin : begin + prompt] = True
-    return ttft, passes[~first_tokens & ~trace.pass_prefill]
+    later = ~first_tokens & ~trace.pass_prefill
+    if trace.new_tokens is None:
+        return ttft, passes[later]
+    new = trace.new_tokens[later]
+    return ttft, np.repeat(passes[later] / new, new)
 
 
 def _decide(

@@ -69,6 +69,8 @@ class Trace:
     output_norms:      L2 norms of the experts' outputs, before gate weights, like `experts`
     token_changes:     1 - cosine similarity of the token's hidden state before the layer's routed
                        experts and after their sum is added, [tokens, layers]
+    new_tokens:        how many tokens each pass gave its text, where passes verify drafts
+                       (`speculate`); files do not have it
 
     Arrays may be read-only views of a mapped file. The constructor raises TraceError if the arrays
     do not fit together.
@@ -87,6 +89,7 @@ class Trace:
     meta: dict[str, Any] = field(default_factory=dict)
     output_norms: NDArray[np.float32] | None = None
     token_changes: NDArray[np.float32] | None = None
+    new_tokens: Ints | None = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -162,6 +165,7 @@ class Trace:
             pass_starts=starts_of(np.diff(self.pass_starts)[passes]),
             pass_prefill=self.pass_prefill[passes],
             labels=tuple(self.labels[r] for r in chosen.tolist()),
+            new_tokens=None if self.new_tokens is None else self.new_tokens[passes],
         )
 
     def head(self, tokens: int) -> Trace:
@@ -182,6 +186,7 @@ class Trace:
             pass_starts=np.append(self.pass_starts[:passes], tokens),
             pass_prefill=self.pass_prefill[:passes],
             labels=self.labels[:requests],
+            new_tokens=None if self.new_tokens is None else self.new_tokens[:passes],
         )
 
     def _rows(self, tokens: slice | Ints) -> dict[str, Any]:

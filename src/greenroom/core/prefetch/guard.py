@@ -148,13 +148,13 @@ class TrialResult:
         self.decided = self.low > 0 or self.high < 0
         self.low, self.high = math.exp(self.low), math.exp(self.high)
 
-    def verdict(self, on: bool) -> str:
-        """Describe the result of a trial of prefetching in one line."""
+    def verdict(self, on: bool, subject: str = "prefetching") -> str:
+        """Describe the result of a trial of prefetching, or of another subject, in one line."""
         change = round(100 * abs(self.ratio - 1))
         less = "less time" if self.ratio < 1 else "longer"
         took = f"{change} % {less}" if change else "as long"
         return (
-            f"prefetching {'on' if on else 'off'}: tokens took {took} with it"
+            f"{subject} {'on' if on else 'off'}: tokens took {took} with it"
             f" ({self.low:.2f} to {self.high:.2f} times, {self.pairs} pairs)"
         )
 
@@ -167,7 +167,8 @@ class Trial:
 
     def __init__(self, first: bool, random: np.random.Generator) -> None:
         self.on, self._first, self._random = first, first, random
-        self._block: list[float] = []  # seconds of the passes of the current block
+        # Passes of the current block: (seconds, tokens that each gave a sequence).
+        self._block: list[tuple[float, float]] = []
         self._ended: list[
             tuple[float, int]
         ] = []  # blocks of the current pair: (mean seconds, passes)
@@ -175,15 +176,17 @@ class Trial:
         self._logs: list[float] = []  # of each pair: with / without
         self._lost = 0.0  # passes lost by the slower side of each pair
 
-    def passed(self, seconds: float, last: bool = False) -> TrialResult | None:
+    def passed(self, seconds: float, last: bool = False, tokens: float = 1.0) -> TrialResult | None:
         """Record a forward pass's time; return the trial's result if the pass ends it.
 
-        `last` ends the trial with the current pair of blocks.
+        `last` ends the trial with the current pair of blocks. `tokens` are the tokens that the pass
+        gave a sequence; blocks are compared by the time of a token.
         """
-        self._block.append(seconds)
+        self._block.append((seconds, tokens))
         if len(self._block) < BLOCK and not self._far_behind():
             return None
-        mean = float(np.mean(self._block[SETTLE:]))
+        times, counts = np.sum(self._block[SETTLE:], 0)
+        mean = float(times / counts)
         self._latest[self.on] = mean
         self._ended.append((mean, len(self._block)))
         self._block = []
@@ -204,7 +207,8 @@ class Trial:
         other = self._latest.get(not self.on)
         if other is None or len(self._block) <= SETTLE:
             return False
-        return sum(min(seconds / other - 1, CLIP) for seconds in self._block) >= LOSS / 2
+        lost = sum(min(seconds / tokens / other - 1, CLIP) for seconds, tokens in self._block)
+        return lost >= LOSS / 2
 
     def _pair(self) -> None:
         (one, m), (two, n) = self._ended

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from greenroom.core.predictor import Ids, PassStart
 from greenroom.hf.attach.bindings import Bindings
-from greenroom.hf.kv.batch import BatchedCache
+from greenroom.hf.kv.batched_cache import BatchedCache
 from greenroom.hf.kv.cache import ROOM, make_growing
 from greenroom.hf.kv.kinds import DYNAMIC
 from greenroom.hf.memory.setup import ModelSetup
@@ -139,12 +139,13 @@ class PassHooks:
             cache = kwargs["past_key_values"] = kind.cache(model.config)
         batch, length = inputs.shape[:2]
         caches, lengths = [cache], [length]
+        added = caches, lengths
         if isinstance(cache, BatchedCache):
-            caches, lengths = cache.caches, cache.lengths
+            caches, lengths, added = cache.caches, cache.lengths, cache.additions()
         for each in caches:
             make_growing(each, max(self._setup.context, ROOM) + 1, in_blocks=self._setup.cuda)
         if (slot_budget := self.slot_budget) is not None:  # another thread may resize the cache
-            slot_budget.make_room(caches, lengths, batch)
+            slot_budget.make_room(*added, batch)
         before = self._request
         if self._new_prompts is not None:
             self._request, self._new_prompts = self._request + self._new_prompts, None

@@ -21,98 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from greenroom.hf.kv.batched_cache import BatchedCache
 from greenroom.hf.kv.kinds import DYNAMIC
+from greenroom.runtime.kernels.dense.accelerate import FEW
 from greenroom.runtime.kernels.dense.attention import BATCHED_ATTENTION as SDPA
 
 ATTENTION = {"sdpa": SDPA, "eager": "greenroom_eager"}  # in place of the model's own
 LAYERS = {"full_attention", "sliding_attention"}  # kinds of attention that can be batched
 
 Attend = Callable[..., tuple[Tensor, Any]]
-
-
-class BatchedCache(Cache):
-    """KV caches of several sequences that share one forward pass.
-
-    caches, lengths: the KV cache and the number of new tokens of each sequence
-    exact:  whether every token must have the same bits as in a pass of one sequence
-    joined: whether `update` returns the keys and values of all sequences in one tensor, for layers
-            that compute keys and values from latent vectors (multi-head latent attention)
-    layer_states: keys and values of each sequence in the layer that was updated last
-    """
-
-    def __init__(
-        self,
-        caches: Sequence[Any],
-        lengths: Sequence[int],
-        *,
-        exact: bool,
-        joined: bool,
-    ) -> None:
-        super().__init__(layers=[])
-        self.caches, self.lengths = list(caches), list(lengths)
-        self.exact, self._joined = exact, joined
-        # Compiled layers need one new token in each sequence, and tokens before it.
-        self.one_token_each = max(lengths) == 1 and all(length_of(cache) for cache in caches)
-        self.layer_states: list[tuple[Tensor, Tensor]] = []
-        self._embeddings: Any = None  # the argument of the last `positions`, the same in all layers
-        self._positions: list[tuple[Tensor, Tensor]] = []
-
-    def positions(self, embeddings: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Split rotary embeddings by token: return a pair (cosines, sines) for each token.
-
-        `embeddings` are the cosines and sines of a pass, [1, tokens, width] each.
-        """
-        if self._embeddings is not embeddings:
-            cos, sin = (each.split(1, 1) for each in embeddings)
-            self._embeddings, self._positions = embeddings, list(zip(cos, sin, strict=True))
-        return self._positions
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Append new keys and values [1, heads, tokens, width] to their sequences' KV caches.
-
-        Returns the two arguments unchanged, since the batched attention reads `layer_states`. With
-        `joined`, returns all keys and values, [1, heads, tokens of all sequences, width].
-        """
-        parts = zip(
-            self.caches,
-            key_states.split(self.lengths, 2),
-            value_states.split(self.lengths, 2),
-            strict=True,
-        )
-        self.layer_states = [
-            cache.update(k, v, layer_idx, *args, **kwargs) for cache, k, v in parts
-        ]
-        if self._joined:
-            keys, values = zip(*self.layer_states, strict=True)
-            return torch.cat(keys, 2), torch.cat(values, 2)
-        return key_states, value_states
-
-    def split_states(self, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each sequence's keys and values in a layer, of old and new tokens.
-
-        `key` and `value` are the arguments of the layer's attention function.
-        """
-        if not self._joined:
-            return self.layer_states
-        tokens = [k.shape[2] for k, _ in self.layer_states]
-        return list(zip(key.split(tokens, 2), value.split(tokens, 2), strict=True))
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens of the longest sequence in a batched pass.
-
-        transformers asks for it; no result depends on it, since the pass has explicit positions.
-        """
-        return max(length_of(cache) for cache in self.caches)
-
-
-def length_of(cache: Any) -> int:
-    """Return the number of tokens in a sequence's KV cache; 0 if the cache is None."""
-    return 0 if cache is None else int(cache.get_seq_length())
 
 
 def _model_attention(module: nn.Module, name: str) -> Attend:
@@ -248,12 +168,11 @@ class Batch:
         model = self._model
         positions: list[int] = []
         rows: list[int] = []
-        for each, own_cache, count in zip(ids, cache.caches, keep, strict=True):
-            length = length_of(own_cache)
-            positions += range(length, length + len(each))
+        for each, start, count in zip(ids, cache.starts, keep, strict=True):
+            positions += range(start, start + len(each))
             rows += range(len(positions) - count, len(positions))
         experts = model.greenroom.bindings.batch_invariant() if self.exact else nullcontext()
-        with self._attending(), self._head_by_tokens(), experts:
+        with self._attending(), self._exact_head(), experts:
             out = self._pass(
                 [token for each in ids for token in each],
                 cache,
@@ -282,14 +201,18 @@ class Batch:
                 config._attn_implementation_internal = name
 
     @contextmanager
-    def _head_by_tokens(self) -> Iterator[None]:
-        """With `exact`, let the output head compute one token at a time, for one context."""
+    def _exact_head(self) -> Iterator[None]:
+        """With `exact`, compute the output head as for one token, for one context.
+
+        A compiled head gives each of a few tokens the bits of one token; others get one at a time.
+        """
         head = self._model.get_output_embeddings()
         if not self.exact or head is None:
             yield
             return
         before, forward = head.__dict__.get("forward"), head.forward
-        head.forward = lambda x: torch.cat([forward(each) for each in x.split(1, 1)], 1)
+        few = 1 if before is None else FEW
+        head.forward = lambda x: torch.cat([forward(each) for each in x.split(few, 1)], 1)
         try:
             yield
         finally:

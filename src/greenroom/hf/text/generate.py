@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer,
 
 from greenroom.config import SamplingConfig, bounded_temperature
 from greenroom.errors import UsageError
+from greenroom.hf.text.drafting import DraftedLoop
 from greenroom.hf.text.prompt_limit import token_ids
 from greenroom.hf.text.templates import Templates
 from greenroom.runtime.cuda.engine import device_errors
@@ -92,12 +93,14 @@ def answer(
     context: int,
     on_text: OnText = lambda text: None,
     to_the_end: bool = False,
+    loop: DraftedLoop | None = None,
 ) -> Answer:
     """Generate an answer to a prompt, and measure the time of each token.
 
     `on_text` is called with each piece of text as it is decoded. `context` limits the tokens of
     prompt and answer. With `to_the_end`, the model cannot end its answer before it has
-    `sampling.max_new_tokens` tokens or the context is full. Raises UsageError if the prompt leaves
+    `sampling.max_new_tokens` tokens or the context is full. With `loop` passes verify drafts of the
+    next tokens. Raises UsageError if the prompt leaves
     no room for an answer.
     """
     ids = encode(tokenizer, prompt, raw)
@@ -119,6 +122,7 @@ def answer(
             max_new_tokens=min(sampling.max_new_tokens, room),
             min_new_tokens=min(sampling.max_new_tokens, room) if to_the_end else None,
             **_options(model, sampling),
+            **({} if loop is None else loop.options(clock)),
         )
     tokens = clock.tokens
     return Answer(

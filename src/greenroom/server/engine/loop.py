@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from greenroom.config import ServeConfig, show_bytes
+from greenroom.config import LOOKUP, ServeConfig, show_bytes
 from greenroom.errors import ClosedError, GreenroomError, UnsupportedModel
 from greenroom.hf.kv.batch import Batch
 from greenroom.runtime.kernels.dense.stored import weight_matrix
 from greenroom.server.engine.admission import Admission
 from greenroom.server.engine.batches import compose, split
+from greenroom.server.engine.drafts import Drafts
 from greenroom.server.engine.failures import contain_errors
 from greenroom.server.engine.journal import Journal
 from greenroom.server.engine.kv_memory import kv_limit
@@ -77,6 +78,7 @@ class ContinuousEngine:
         self.model_type: str | None = None  # of the model's config
         self.end_ids: tuple[int, ...] = ()  # end an answer, unless the request has others
         self.summary = ""  # one line about the use of memory
+        self.drafts: Drafts | None = None  # where speculation is on
         self.totals = Totals()
         self._load = load
         self._changed = threading.Condition()
@@ -232,7 +234,9 @@ class ContinuousEngine:
         self.batch = Batch(self.model, exact=config.batch_invariant)
         if self.batch.sequential_reason:
             log.warning("requests are computed one after another: %s", self.batch.sequential_reason)
-        self.passes = PassRunner(greenroom, self.batch, config.prefill_chunk, self.journal)
+        self.drafts = Drafts(self.model) if config.speculate == LOOKUP else None
+        chunk = config.prefill_chunk
+        self.passes = PassRunner(greenroom, self.batch, chunk, self.journal, self.drafts)
         limit = kv_limit(greenroom, config)
         self.admission = Admission(greenroom, self.batch, config, limit, self.journal)
         self.summary = f"{summary}\n{self._limits(limit)}" if summary else self._limits(limit)
@@ -243,13 +247,13 @@ class ContinuousEngine:
                 self._state = ("ready", 1.0, "")
 
     def _limits(self, limit: int) -> str:
-        """Describe the limits of requests, for the start-up line."""
+        """Describe the limits of requests, and speculation, for the start-up line."""
         one = "one after another" if self.batch.sequential_reason else "together"
         exact = ", each as if it were alone" if self.config.batch_invariant else ""
+        kv_bytes, prefixes = show_bytes(limit), show_bytes(self.admission.prefixes.limit)
         return (
-            f"up to {self.config.max_batch} requests {one}{exact}, with"
-            f" {show_bytes(limit)} for their keys and values,"
-            f" {show_bytes(self.admission.prefixes.limit)} of it for prompt prefixes"
+            f"up to {self.config.max_batch} requests {one}{exact}, with {kv_bytes} for their keys"
+            f" and values, {prefixes} of it for prompt prefixes{self.passes.speculation}"
         )
 
     def _progress(self, share: float, what: str) -> None:
@@ -272,6 +276,7 @@ class ContinuousEngine:
         for shares in split(planned, self.batch.can_batch):
             for sequence, logits in self.passes.run(shares):
                 self._answer(sequence, logits)
+            self.passes.record_tokens()
         self._drop_ended()
         self.greenroom.reconfigure(idle=not (self._running or self._waiting))
         return True
@@ -328,14 +333,12 @@ class ContinuousEngine:
             self._finish(each, reason)
 
     def _answer(self, sequence: Sequence, logits: torch.Tensor | GreenroomError) -> None:
-        """Sample a sequence's next token from its logits, or end it with the pass's error."""
+        """Sample a sequence's next tokens from its logits, or end it with the pass's error."""
         reason = ""
         with self._contain_errors_of(sequence):
             if isinstance(logits, GreenroomError):
                 raise logits
-            token = sequence.sampler(logits) if sequence.request.max_new_tokens else None
-            sequence.send_scores()
-            reason = "length" if token is None else sequence.add_token(token)
+            reason = sequence.answer(logits)
         if reason:
             self._finish(sequence, reason)
 
@@ -369,6 +372,7 @@ class ContinuousEngine:
         with self._contain_errors_of(sequence):
             if sequence.admitted is not None:
                 self.admission.release(sequence, keep=reason != "error")
+                self.passes.remember(sequence)
         self.totals.add(result)
         with self._contain_errors_of(sequence):
             sequence.listener(result)

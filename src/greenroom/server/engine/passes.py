@@ -20,6 +20,7 @@ from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv.batch import Batch
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.server.engine.batches import Share, to_grid
+from greenroom.server.engine.drafts import Drafts
 from greenroom.server.engine.failures import PASSES_THROUGH, RequestFailed, as_error, contain_errors
 from greenroom.server.engine.journal import Journal, Pass
 from greenroom.server.engine.sequence import Sequence
@@ -38,13 +39,25 @@ class PassRunner:
     """
 
     def __init__(
-        self, greenroom: Any, batch: Batch, chunk: int, journal: Journal | None = None
+        self,
+        greenroom: Any,
+        batch: Batch,
+        chunk: int,
+        journal: Journal | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         self._greenroom, self._driver, self._batch = greenroom, greenroom.driver, batch
-        self._chunk, self._journal = chunk, journal
+        self._chunk, self._journal, self._drafts = chunk, journal, drafts
+        # Requests of the last pass, if it could have drafts, and their computed tokens after it.
+        self._timed: list[tuple[Sequence, int]] = []
         self._lock = threading.Lock()
         self._current: list[Sequence] = []
         self.passes = self.tokens = self.faults = 0
+
+    @property
+    def speculation(self) -> str:
+        """Describe speculation, as the end of the start-up line; "" where it is off."""
+        return "" if self._drafts is None else f", {self._drafts.description}"
 
     def interrupt_if_unwanted(self) -> None:
         """Interrupt the current forward pass if all of its requests are cancelled."""
@@ -60,7 +73,7 @@ class PassRunner:
         RequestFailed is raised if the engine cannot compute any more.
         """
         shares = [share for share in shares if not share[0].cancelled]
-        outcome = self._attempt(shares)
+        outcome = self._attempt(shares, drafts=self._drafts)
         if isinstance(outcome, GreenroomError):
             self.faults += 1
             time.sleep(RETRY_S)
@@ -76,10 +89,32 @@ class PassRunner:
             done += [(share[0], outcome)] if isinstance(outcome, GreenroomError) else outcome
         return done
 
-    def _attempt(self, shares: list[Share]) -> Outcome | GreenroomError:
+    def record_tokens(self) -> None:
+        """Record the draft tokens of the last pass that were right, after they were sampled."""
+        timed, self._timed = self._timed, []
+        right = 0
+        for each, computed in timed:
+            right += each.computed - computed
+            if self._journal is not None:  # they have the bits of passes of their own
+                self._journal.events += [
+                    Pass(((each.number, at, 1),)) for at in range(computed, each.computed)
+                ]
+        self.tokens += right
+        if self._drafts is not None and timed:
+            self._drafts.record(len(timed) + right)
+
+    def remember(self, sequence: Sequence) -> None:
+        """Remember the text of an ended request, for drafts of later ones."""
+        sequence.drafter = None
+        if self._drafts is not None and sequence.computed:
+            self._drafts.remember(sequence)
+
+    def _attempt(
+        self, shares: list[Share], drafts: Drafts | None = None
+    ) -> Outcome | GreenroomError:
         """Run one forward pass; return its error if it fails. A ClosedError is raised instead."""
         try:
-            return self._run(shares)
+            return self._run(shares, drafts)
         except (ClosedError, *PASSES_THROUGH):
             raise
         except BaseException as error:
@@ -95,18 +130,24 @@ class PassRunner:
             if isinstance(failure := as_error(error), RequestFailed | ClosedError):
                 raise failure from error
 
-    def _run(self, shares: list[Share]) -> Outcome:
+    def _run(self, shares: list[Share], drafts: Drafts | None) -> Outcome:
         if not self._begin([sequence for sequence, _ in shares]):
             return []
+        begin, drafted = time.perf_counter(), drafts is not None and drafts.choose(shares)
         ids = [each.ids[each.computed : each.computed + count] for each, count in shares]
         caches = [each.cache for each, _ in shares]
         scored = [each.scores is not None for each, _ in shares]
         before = self._driver.scheduler.view.counted()
         try:
             with device_errors():
-                logits = self._batch(ids, caches, scored)
+                if drafts is not None and drafted:
+                    logits = drafts.verify(caches)
+                else:
+                    logits = self._batch(ids, caches, scored)
         except BaseException as error:
             self._remove_incomplete([each for each, _ in shares])
+            for each, _ in shares:
+                each.draft = []
             if isinstance(error, Interrupted):
                 return []
             raise
@@ -114,6 +155,8 @@ class PassRunner:
             with self._lock:
                 self._current = []
         counts = self._driver.scheduler.view.counted()
+        if drafts is not None and drafts.time(begin):
+            self._timed = [(each, each.computed + 1) for each, _ in shares]
         self._note(shares, caches, counts.requests - before.requests, counts.hits - before.hits)
         results = [_score(*each) for each in zip(shares, logits, strict=True)]
         return [

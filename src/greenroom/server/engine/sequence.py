@@ -7,7 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
+from greenroom.core.speculation.drafts import Drafter
 from greenroom.errors import GreenroomError
+from greenroom.hf.kv import cache as kv
 from greenroom.server.engine.prefixes import Ids, as_ids
 from greenroom.server.engine.requests import Finished, Listener, PromptTokens, Request, Token
 from greenroom.server.engine.tokens.sampling import Sampler
@@ -47,6 +51,8 @@ class Sequence:
     answered: float | None = None  # when its first token came
     requests: int = 0  # of experts, in its passes
     hits: int = 0
+    drafter: Drafter | None = None  # of its tokens, where speculation is on
+    draft: list[int] = field(default_factory=list)  # that the current pass verifies
 
     def __post_init__(self) -> None:
         self.ids = list(self.request.ids)
@@ -89,6 +95,26 @@ class Sequence:
         if self.scores is not None:
             tokens, self.scores = tuple(self.scores.tokens), None
             self.listener(PromptTokens(tokens))
+
+    def answer(self, logits: Tensor) -> str:
+        """Sample the next tokens from the logits of a pass; return why the answer ends, or "".
+
+        The logits are those after the last token, [vocabulary]; with a draft also those after each
+        of its tokens, [1 + draft, vocabulary]. They are used up to the first token that is not the
+        draft's, whose keys and values are removed with all that follow.
+        """
+        draft, self.draft = self.draft, []
+        reason = "" if self.request.max_new_tokens else "length"
+        for row, guess in zip(logits if draft else (logits,), (*draft, None), strict=True):
+            token = None if reason else self.sampler(row)
+            self.send_scores()
+            reason = reason if token is None else self.add_token(token)
+            if reason or self.cancelled or token is None or token.id != guess:
+                break
+            self.computed += 1
+        if draft:
+            kv.truncate(self.cache, self.computed)
+        return reason
 
     def add_token(self, token: Token) -> str:
         """Append a token to the answer and send it; return why the answer ends.

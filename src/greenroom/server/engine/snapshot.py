@@ -113,6 +113,7 @@ def model_stats(engine: ContinuousEngine) -> dict[str, Any]:
             "bytes_read": stats.bytes_read,
             "layers": _by_layer(greenroom),
         },
+        **({} if engine.drafts is None else {"speculation": engine.drafts.speculation.as_json()}),
         **{name: stats[name] for name in ("prefetch", "stalls", "stall_s", "links")},
         **{name: stats[name] for name in OPTIONAL if stats[name] is not None},
     }

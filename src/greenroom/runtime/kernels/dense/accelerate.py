@@ -334,7 +334,7 @@ def norm_forward(module: nn.Module, style: int, eps: float) -> Forward:
     parameters, original = module._parameters, type(module).forward
     weight: Tensor = parameters["weight"]  # type: ignore[assignment]
     dtype, n = weight.dtype, weight.numel()
-    enter, limit = kernel_entry("add_and_norm", dtype), 1 << 14
+    enter, limit = kernel_entry("add_and_norm", dtype), max(1 << 14, FEW * n)
     structure = library().structure("NormCall")
     template, copied = structure(columns=n, eps=eps, style=style), structure.from_buffer_copy
     empty_like, grad = torch.empty_like, torch.is_grad_enabled

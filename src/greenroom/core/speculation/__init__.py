@@ -1,0 +1,1 @@
+"""Speculation: draft tokens from repeated text, and the decision how many to verify in a pass."""

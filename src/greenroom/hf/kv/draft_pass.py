@@ -1,0 +1,84 @@
+"""Forward passes that verify drafts: the next tokens of a sequence, computed before they are known.
+
+A draft is a guess of the tokens that will follow. One pass computes the last token of a sequence
+and its draft, as if they were tokens of several sequences: each is a row of its own, whose keys and
+values are appended before it attends to itself and to the tokens before it. So each row has the
+bits that its token has in a pass of its own, and the logits tell which draft tokens are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from greenroom.hf.kv.batch import Batch
+from greenroom.hf.kv.batched_cache import length_of
+from greenroom.hf.kv.cache import has_all_tokens, make_growing, make_room, truncate
+from greenroom.runtime.kernels.dense.accelerate import FEW
+
+MOST_ROWS = FEW  # tokens of a pass: for so many, compiled layers give the bits of one token
+TRIED = 4  # tokens of each sequence in the trial
+
+
+class DraftPass:
+    """Runs forward passes whose tokens have the bits of single-token passes.
+
+    obstacle: why the model cannot do that; "" if it can. Then no pass may be run.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._batch = Batch(model, exact=True)
+        approximated = model.greenroom.setup.approximation is not None
+        self.obstacle = (
+            "misses are approximated, so the output depends on the expert cache" * approximated
+            or self._batch.sequential_reason
+            or self._find_obstacle(model)
+        )
+
+    @property
+    def description(self) -> str:
+        """Describe speculation in a few words, for the start-up line."""
+        return f"no speculation: {self.obstacle}" if self.obstacle else "speculation by lookup"
+
+    def __call__(self, ids: Sequence[Sequence[int]], caches: Sequence[Any]) -> list[Tensor]:
+        """Return the logits after each new token of some sequences: [new tokens, vocabulary] each.
+
+        `ids` has the new tokens of each sequence, together at most `MOST_ROWS`; `caches` are the
+        KV caches, which must not be empty, and get all of these tokens.
+        """
+        for each, cache in zip(ids, caches, strict=True):
+            make_growing(cache)
+            make_room(cache, length_of(cache) + len(each), lambda: None)
+        rows = [[token] for each in ids for token in each]
+        of_rows = [cache for each, cache in zip(ids, caches, strict=True) for _ in each]
+        logits = torch.stack(self._batch(rows, of_rows))
+        return list(logits.split([len(each) for each in ids]))
+
+    @torch.inference_mode()
+    def _find_obstacle(self, model: Any) -> str:
+        """Compare a pass of two sequences' next tokens with passes of one token, without experts.
+
+        No expert is read.
+        """
+        name, batch = type(model).__name__, self._batch
+        random = torch.Generator().manual_seed(1)
+        vocabulary = model.config.get_text_config().vocab_size
+        ids = torch.randint(0, vocabulary, (2, 7 + TRIED), generator=random).tolist()
+        with model.greenroom.hooks.without_experts():
+            caches, expected = [], []
+            for each in ids:
+                cache = [batch.cache()]
+                batch([each[:7]], cache)
+                expected.append(torch.cat([batch([[token]], cache)[0][None] for token in each[7:]]))
+                caches += cache
+            if not all(has_all_tokens(cache, 7 + TRIED) for cache in caches):
+                return f"the KV cache of {name} cannot drop its last tokens"
+            for cache in caches:
+                truncate(cache, 7)
+            logits = self([each[7:] for each in ids], caches)
+        if not all(map(torch.equal, logits, expected)):
+            return f"{name}: a token's bits depend on the tokens after it"
+        return ""

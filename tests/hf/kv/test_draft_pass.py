@@ -1,0 +1,114 @@
+"""A pass that verifies drafts gives each token the bits of a pass of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from greenroom.core.config.base import Approximation
+from greenroom.core.predictor import PassStart
+from greenroom.hf.kv.batch import Batch
+from greenroom.hf.kv.cache import truncate
+from greenroom.hf.kv.draft_pass import MOST_ROWS, DraftPass
+from greenroom.hf.memory.setup import ModelSetup
+from tests.gguf_models import write
+from tests.hf.kv.test_batch import WIDE, attached, draw, served
+
+COMPILED = {
+    "qwen3_moe": WIDE,
+    "mixtral": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen2_moe": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+
+def compare(model: Any) -> None:
+    """Compare passes of every number of tokens, of one and two sequences, with single tokens."""
+    verify, batch = DraftPass(model), Batch(model)
+    assert verify.obstacle == ""
+    assert verify.description == "speculation by lookup"
+    one, two = draw(9 + MOST_ROWS, 5 + MOST_ROWS)
+    with torch.inference_mode():
+        caches, expected = [batch.cache(), batch.cache()], []
+        for ids, cache, begin in ((one, caches[:1], 9), (two, caches[1:], 5)):
+            batch([ids[:begin]], cache)
+            expected.append(torch.stack([batch([[t]], cache)[0] for t in ids[begin:]]))
+            truncate(cache[0], begin)
+        for count in range(1, MOST_ROWS + 1):
+            (logits,) = verify([one[9 : 9 + count]], caches[:1])
+            assert torch.equal(logits, expected[0][:count])
+            assert caches[0].get_seq_length() == 9 + count
+            truncate(caches[0], 9)
+        both = verify([one[9:12], two[5:18]], caches)
+        assert torch.equal(both[0], expected[0][:3])
+        assert torch.equal(both[1], expected[1][:13])
+        truncate(caches[1], 7)  # two tokens were right
+        assert torch.equal(verify([two[7:8]], caches[1:])[0], expected[1][2:3])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_each_token_has_the_bits_of_a_pass_of_its_own(name: str, dtype: str) -> None:
+    with served(name, dtype, **COMPILED[name]) as model:
+        compare(model)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "IQ3_S"])
+def test_stored_formats_have_the_same_bits_too(kind: str, tmp_path: Any) -> None:
+    path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": kind})
+    with attached(path, stored=True) as model:
+        compare(model)
+
+
+def test_the_bits_are_the_same_where_all_experts_are_resident() -> None:
+    with served("qwen3_moe", "bfloat16", parts={"capacity": 64}, **WIDE) as model:
+        compare(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "obstacle"),
+    [("qwen3_next", "does not store keys and values token by token"),
+     ("deepseek_v3", "not every layer is computed token by token")],
+)  # fmt: skip
+def test_models_without_such_passes_name_the_reason(name: str, obstacle: str) -> None:
+    with served(name, "bfloat16") as model:
+        verify = DraftPass(model)
+        assert obstacle in verify.obstacle
+        assert verify.description == f"no speculation: {verify.obstacle}"
+
+
+def test_a_model_whose_tokens_see_later_ones_has_no_drafts(monkeypatch: Any) -> None:
+    reserve = torch.equal
+    with served("qwen3_moe", "bfloat16", **WIDE) as model, monkeypatch.context() as patch:
+        calls: list[int] = []
+
+        def equal(a: Any, b: Any) -> bool:
+            calls.append(len(a.shape))
+            return len(a.shape) != 2 and reserve(a, b)  # logits of several tokens differ
+
+        patch.setattr(torch, "equal", equal)
+        obstacle = DraftPass(model).obstacle
+    assert 2 in calls
+    assert "a token's bits depend on the tokens after it" in obstacle
+
+
+def test_approximated_misses_exclude_drafts(monkeypatch: Any) -> None:
+    with served("qwen3_moe", "bfloat16", **WIDE) as model:
+        monkeypatch.setattr(ModelSetup, "approximation", Approximation())
+        assert "misses are approximated" in DraftPass(model).obstacle
+
+
+def test_predictors_observe_one_pass_of_single_tokens(monkeypatch: Any) -> None:
+    with served("qwen3_moe", "bfloat16", **WIDE) as model:
+        verify, batch = DraftPass(model), Batch(model)
+        begun: list[PassStart] = []
+        begin = model.greenroom.driver.begin_pass
+        monkeypatch.setattr(
+            model.greenroom.driver, "begin_pass", lambda at: (begun.append(at), begin(at))
+        )
+        caches = [batch.cache()]
+        with torch.inference_mode():
+            batch(draw(6), caches)
+            verify([[7, 8, 9]], caches)
+    assert [(at.request, at.tokens, at.prefill) for at in begun] == [(1, 6, True), (1, 3, False)]
