@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from greenroom.config import ServeConfig, show_bytes
+from greenroom.config import ServeConfig
 from greenroom.errors import ClosedError, GreenroomError, UnsupportedModel
 from greenroom.hf.kv.batch import Batch
 from greenroom.runtime.kernels.dense.stored import weight_matrix
@@ -32,6 +32,7 @@ from greenroom.server.engine.failures import contain_errors
 from greenroom.server.engine.journal import Journal
 from greenroom.server.engine.kv_memory import kv_limit
 from greenroom.server.engine.passes import PassRunner
+from greenroom.server.engine.prompts.setup import open_prompt_store
 from greenroom.server.engine.requests import Busy, Listener, Request
 from greenroom.server.engine.sequence import Sequence
 from greenroom.server.engine.snapshot import Totals, model_stats, snapshot
@@ -182,9 +183,13 @@ class ContinuousEngine:
         """Resize the expert cache, also while answers run; return its number of slots."""
         self._check_open()
         slots = int(self.greenroom.resize(cache))
-        with self._changed:
-            self._changed.notify_all()  # further slots may be free
+        self._wake()  # further slots may be free
         return slots
+
+    def _wake(self) -> None:
+        """Let the engine's thread look for work again."""
+        with self._changed:
+            self._changed.notify_all()
 
     def stop(self, grace_s: float) -> None:
         """Refuse new requests, give accepted ones `grace_s` seconds, and wait for the engine's end.
@@ -230,23 +235,14 @@ class ContinuousEngine:
             log.warning("requests are computed one after another: %s", self.batch.sequential_reason)
         self.passes = PassRunner(greenroom, self.batch, config.prefill_chunk, self.journal)
         limit = kv_limit(greenroom, config)
-        self.admission = Admission(greenroom, self.batch, config, limit, self.journal)
-        self.summary = f"{summary}\n{self._limits(limit)}" if summary else self._limits(limit)
+        prompts = open_prompt_store(self.model, config, self._wake)
+        self.admission = Admission(greenroom, self.batch, config, limit, self.journal, prompts)
+        self.summary = "\n".join(filter(None, (summary, self.admission.describe_limits())))
         self.tokenizer = tokenizer
         with self._changed:
             self.was_ready = True
             if self._state[0] == "loading":
                 self._state = ("ready", 1.0, "")
-
-    def _limits(self, limit: int) -> str:
-        """Describe the limits of requests, for the start-up line."""
-        one = "one after another" if self.batch.sequential_reason else "together"
-        exact = ", each as if it were alone" if self.config.batch_invariant else ""
-        return (
-            f"up to {self.config.max_batch} requests {one}{exact}, with"
-            f" {show_bytes(limit)} for their keys and values,"
-            f" {show_bytes(self.admission.prefixes.limit)} of it for prompt prefixes"
-        )
 
     def _progress(self, share: float, what: str) -> None:
         with self._changed:
@@ -261,7 +257,7 @@ class ContinuousEngine:
             admitted = self.admission.admit(self._waiting, self._running)
             self._running += admitted
         self._drop_ended()
-        for each in admitted:
+        for each in (*admitted, *self.admission.loaded_sequences(self._running)):
             self._prepare(each)
         ready, config = self.admission.ready_sequences(self._running), self.config
         planned = compose(ready, config.prefill_chunk, config.batch_invariant)
@@ -273,7 +269,7 @@ class ContinuousEngine:
         return True
 
     def _prepare(self, sequence: Sequence) -> None:
-        """Give an admitted sequence its keys and values."""
+        """Give an admitted sequence its keys and values, or begin to read them from disk."""
         if sequence.finished:
             return
         with self._contain_errors_of(sequence):
@@ -284,6 +280,7 @@ class ContinuousEngine:
         waiting, running = self._waiting, self._running
         while not (
             self.admission.ready_sequences(running)
+            or self.admission.loaded_sequences(running)
             or self._ended_sequences((*waiting, *running))
             or (waiting and self.admission.can_begin(waiting[0], running))
         ):
@@ -384,13 +381,14 @@ class ContinuousEngine:
             self._finish(each, "error", closed)
 
     def _leave(self) -> None:
-        """End all requests, save the engine's statistics, close the expert cache."""
+        """End all requests, write prompts, save the engine's statistics, close the expert cache."""
         for each in (*self._waiting, *self._running):
             self._finish(each, "stopping")
         if self.greenroom is None:
             return
         try:
             if self.was_ready:
+                self.admission.close()
                 self.final = model_stats(self)
         finally:
             self.greenroom.close()

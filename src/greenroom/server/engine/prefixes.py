@@ -27,7 +27,8 @@ class PrefixEntry:
     """Entry of the prefix cache: the tokens of one request, and their keys and values.
 
     `cache` is a transformers KV cache of `nbytes` bytes. The first `exact` tokens were computed in
-    the same prefill chunks as if the request were alone.
+    the same prefill chunks as if the request were alone. `saved` are the segment files on disk that
+    have the keys and values of the first tokens, bit by bit.
     """
 
     ids: Ids
@@ -35,6 +36,7 @@ class PrefixEntry:
     nbytes: int = 0
     exact: int = 0
     number: int = -1  # the sequence number of the request
+    saved: tuple[Any, ...] = ()
 
 
 def common_prefix(a: Ids, b: Ids) -> int:
