@@ -26,7 +26,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StoredBlock:
     """Type and shape, [heads, tokens, width], of stored keys or values of one layer."""
 
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class Block:
     width: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Block:
+    def of(cls, tensor: Tensor) -> StoredBlock:
         """Return the block that a tensor of this type and shape takes."""
         heads, tokens, width = tensor.shape
         return cls(tensor.dtype, heads, tokens, width)
@@ -51,7 +51,7 @@ class Block:
 
 
 def refusal_reason(model: Any) -> str:
-    """Return why a model's KV cache cannot be stored by token ranges, or an empty string."""
+    """Return why a model's KV cache cannot be stored, or an empty string."""
     name, kind = type(model).__name__, model.greenroom.setup.keys_values.kind.name
     if kind != DYNAMIC:
         return f"--kv {kind} has keys and values of another form: leave out --kv"
@@ -98,14 +98,19 @@ def copy_out(parts: Sequence[Tensor], into: Bytes) -> Bytes:
     """Copy tensors one after another into a buffer; return the part that was filled."""
     done = 0
     for part in parts:
-        block = Block.of(part)
+        block = StoredBlock.of(part)
         block.tensor(into[done : done + block.nbytes]).copy_(part)
         done += block.nbytes
     return into[:done]
 
 
 def add_tokens(
-    cache: Any, tokens: int, last: Sequence[Block], windows: Sequence[int], setup: Any, device: Any
+    cache: Any,
+    tokens: int,
+    last: Sequence[StoredBlock],
+    windows: Sequence[int],
+    setup: Any,
+    device: Any,
 ) -> list[Tensor]:
     """Make room for stored tokens in an empty KV cache; the caller writes the keys and values.
 
@@ -115,7 +120,7 @@ def add_tokens(
     Returns each layer's keys and values in turn, [heads, tokens, width].
     """
     make_growing(cache, setup.context + 1, in_blocks=setup.cuda)
-    tensors = []
+    tensors: list[Tensor] = []
     for i, (keys, values) in enumerate(zip(last[::2], last[1::2], strict=True)):
         layer = cache.layers[i]
         if type(layer) is GrowingLayer:
@@ -138,7 +143,7 @@ def add_tokens(
 
 
 def copy_in(
-    data: Bytes, blocks: Sequence[Block], into: Sequence[Tensor], windows: Sequence[int],
+    data: Bytes, blocks: Sequence[StoredBlock], into: Sequence[Tensor], windows: Sequence[int],
     begin: int, is_last: bool,
 ) -> None:  # fmt: skip
     """Copy the stored bytes of a token range to its place in keys and values.

@@ -99,7 +99,7 @@ class SlotBudget:
         self._resized_for = self.first_block_needs().total
 
     def set_aside(self, nbytes: int) -> None:
-        """Take memory from the expert slots for another use, for as long as the model is loaded.
+        """Take memory from the expert slots for another use, permanently.
 
         Raises BudgetError, before anything is changed, if a full context would have no room.
         """

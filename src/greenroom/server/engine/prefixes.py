@@ -39,7 +39,7 @@ class PrefixEntry:
     saved: tuple[Any, ...] = ()
 
 
-def common_prefix(a: Ids, b: Ids) -> int:
+def common_prefix(a: NDArray[np.integer[Any]], b: NDArray[np.integer[Any]]) -> int:
     """Return the length of the common prefix of two sequences of token ids."""
     n = min(a.size, b.size)
     differ = np.flatnonzero(a[:n] != b[:n])
@@ -63,6 +63,9 @@ class PrefixCache:
 
     def __iter__(self) -> Iterator[PrefixEntry]:
         return iter(self._entries)
+
+    def __contains__(self, entry: object) -> bool:
+        return any(each is entry for each in self._entries)
 
     def touch(self, entry: PrefixEntry) -> None:
         """Mark an entry of the prefix cache as the most recently used."""

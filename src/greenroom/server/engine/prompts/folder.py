@@ -97,12 +97,12 @@ class PromptFolder:
             best, todo = Match(), [Match()]
             while todo:
                 chain, at = todo.pop()
-                rest = ids[at:most]
+                further = ids[at:most]
                 parent = chain[-1].name_digest if chain else ""
-                for each in self._children.get(parent, ()) if rest.size else ():
-                    if each.first_id != rest[0] or each.begin != at:
+                for each in self._children.get(parent, ()) if further.size else ():
+                    if each.first_id != further[0] or each.begin != at:
                         continue
-                    shared = common_prefix(each.ids, rest)
+                    shared = common_prefix(each.ids, further)
                     segments = (*chain, each)
                     if (tokens := self._usable(each, shared, grid)) > best.tokens:
                         best = Match(segments, tokens)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from greenroom.errors import GreenroomError
 from greenroom.hf.checkpoint.header import DTYPES, NAMES
-from greenroom.hf.kv.stored import Block, Bytes
+from greenroom.hf.kv.stored import Bytes, StoredBlock
 from greenroom.json_file import JsonObject, Malformed, integer, parse
 from greenroom.runtime.store.disk import CHUNK_BYTES
 from greenroom.runtime.store.ranges import RangeReader
@@ -60,7 +60,7 @@ class Segment:
     parent: str
     begin: int
     ids: NDArray[np.int32]
-    blocks: tuple[Block, ...]
+    blocks: tuple[StoredBlock, ...]
     digest: str
 
     @cached_property
@@ -83,7 +83,7 @@ class Segment:
 
     @cached_property
     def name_digest(self) -> str:
-        """Return the digest of header and ids, by which the file and its children name it."""
+        """Return the digest of header and ids, a part of the file's name."""
         digest = hashlib.blake2b(self.header, digest_size=16)
         digest.update(self.ids.tobytes())
         return digest.hexdigest()
@@ -182,7 +182,7 @@ def _described(header: JsonObject, ids: NDArray[np.int32]) -> Segment:
         if kind not in DTYPES or not hasattr(torch, DTYPES[kind]):
             raise Malformed("a tensor has an unknown type")
         heads, tokens, width = _shape(header, _name(i), 3)
-        blocks.append(Block(getattr(torch, DTYPES[kind]), heads, tokens, width))
+        blocks.append(StoredBlock(getattr(torch, DTYPES[kind]), heads, tokens, width))
     return Segment(
         metadata.text("key"), metadata.text("parent"), int(begin), ids, tuple(blocks),
         metadata.text("digest"),

@@ -46,8 +46,8 @@ def open_prompt_store(
     buffer_bytes = sum(sizes) * tokens + states
     limit = Amount.parse(config.prompt_cache_size, "--prompt-cache-size").nbytes or 0
     if (slot_budget := greenroom.slot_budget) is not None:
-        held = limit // (max(1, sum(sizes)) * tokens)
-        index_bytes = held * (4 * tokens + ENTRY_BYTES)
+        files = limit // (max(1, sum(sizes)) * tokens)
+        index_bytes = files * (4 * tokens + ENTRY_BYTES)
         slot_budget.set_aside(buffer_bytes + CHUNK_BYTES + index_bytes)
     key = model_key(model, config, tokens)
     folder = PromptFolder(Path(config.prompt_cache), limit, key, tokens, windows)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from greenroom.errors import OutputError
-from greenroom.hf.kv.stored import Block, copy_in, copy_out, tensors_of, token_range
+from greenroom.hf.kv.stored import StoredBlock, copy_in, copy_out, tensors_of, token_range
 from greenroom.runtime.driver.disk_turns import DiskTurns
 from greenroom.server.engine.prefixes import Ids, PrefixEntry
 from greenroom.server.engine.prompts.folder import Match, PromptFolder
@@ -324,7 +324,7 @@ class PromptStore:
         folder = self.folder
         end = min(begin + folder.tokens, ids.size)
         parts = token_range(tensors, folder.windows, begin, end, end == ids.size)
-        blocks = tuple(map(Block.of, parts))
+        blocks = tuple(map(StoredBlock.of, parts))
         if sum(block.nbytes for block in blocks) > self._buffer.size:
             return False
         data = copy_out(parts, self._buffer)
