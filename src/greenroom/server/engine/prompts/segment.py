@@ -4,9 +4,9 @@
     keys.I, values.I the keys and values of layer I, [heads, tokens, width], as computed
 
 The metadata name the model (`key`), the segment before (`parent`), the first token's position
-(`begin`), and the digest of the keys and values. A file's name ends in the digest of its header and
-ids. So a file is used only if it has, bit by bit, the content that it was written with, and a
-segment names the bits that its own keys and values were computed from.
+(`begin`), and the CRC-32 of the keys and values. A file's name ends in the digest of its header and
+ids. So a file is used only if it has the content that it was written with, and a segment names the
+bits that its own keys and values were computed from.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,7 +54,7 @@ class Segment:
     parent: name digest of the segment before; empty for the first one
     begin:  position of the segment's first token
     blocks: types and shapes of keys and values, of each layer in turn
-    digest: of the keys and values
+    crc32:  of the keys and values, in hexadecimal
     """
 
     key: str
@@ -61,14 +62,14 @@ class Segment:
     begin: int
     ids: NDArray[np.int32]
     blocks: tuple[StoredBlock, ...]
-    digest: str
+    crc32: str
 
     @cached_property
     def header(self) -> bytes:
         """Return the file's header, with its length in front."""
         metadata = {
             "format": FORMAT, "version": VERSION, "key": self.key, "parent": self.parent,
-            "begin": str(self.begin), "digest": self.digest,
+            "begin": str(self.begin), "crc32": self.crc32,
         }  # fmt: skip
         header: dict[str, Any] = {METADATA: metadata, "ids": _entry("I32", [self.ids.size], 0, 4)}
         end = self.ids.nbytes
@@ -126,9 +127,9 @@ def _entry(dtype: str, shape: list[int], begin: int, itemsize: int) -> dict[str,
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + nbytes]}
 
 
-def digest_of(data: Bytes) -> str:
-    """Return the digest of a segment's keys and values."""
-    return hashlib.blake2b(data.data, digest_size=16).hexdigest()
+def checksum(data: Bytes) -> str:
+    """Return the CRC-32 of a segment's keys and values, in hexadecimal."""
+    return f"{zlib.crc32(data.data):08x}"
 
 
 def write_segment(folder: Path, segment: Segment, data: Bytes) -> None:
@@ -185,7 +186,7 @@ def _described(header: JsonObject, ids: NDArray[np.int32]) -> Segment:
         blocks.append(StoredBlock(getattr(torch, DTYPES[kind]), heads, tokens, width))
     return Segment(
         metadata.text("key"), metadata.text("parent"), int(begin), ids, tuple(blocks),
-        metadata.text("digest"),
+        metadata.text("crc32"),
     )  # fmt: skip
 
 
@@ -210,6 +211,6 @@ def read_data(path: Path, segment: Segment, into: Bytes, wait: Callable[[], None
             wait()
             if not reader.fill(into[start : min(size, start + CHUNK_BYTES)]):
                 raise DamagedSegment("it is truncated")
-    if digest_of(into[:size]) != segment.digest:
+    if checksum(into[:size]) != segment.crc32:
         raise DamagedSegment("its checksum is wrong")
     return into[:size]

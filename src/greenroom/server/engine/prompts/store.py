@@ -25,7 +25,7 @@ from greenroom.hf.kv.stored import StoredBlock, copy_in, copy_out, tensors_of, t
 from greenroom.runtime.driver.disk_turns import DiskTurns
 from greenroom.server.engine.prefixes import Ids, PrefixEntry
 from greenroom.server.engine.prompts.folder import Match, PromptFolder
-from greenroom.server.engine.prompts.segment import Segment, digest_of
+from greenroom.server.engine.prompts.segment import Segment, checksum
 
 RESCAN_S = 5.0  # between two looks at what other processes have written
 LEAST_TOKENS = 64  # of a sequence that is written
@@ -39,7 +39,8 @@ class PromptCounts:
 
     hits, misses: look-ups for prompts that the prefix cache in memory lacks
     tokens:       tokens whose keys and values were read
-    dropped:      finished requests that were not written, or not completely
+    dropped:      finished requests that were not written, or not completely, for want of memory,
+                  disk or time
     """
 
     hits: int = 0
@@ -180,6 +181,7 @@ class PromptStore:
         for each, size in pending:
             if excess > 0:
                 self._cancel([each])
+                self.counts.dropped += 1
                 excess -= size
 
     def _pending(self) -> list[PromptSave]:
@@ -192,7 +194,6 @@ class PromptStore:
         with self._changed:
             for each in saves:
                 each.cancelled = True
-                self.counts.dropped += 1
                 if each in self._saves:
                     self._saves.remove(each)
                     each.release()
@@ -330,7 +331,7 @@ class PromptStore:
         data = copy_out(parts, self._buffer)
         parent = chain[-1].name_digest if chain else ""
         own_ids = ids[begin:end].astype(np.int32)
-        segment = Segment(folder.key, parent, begin, own_ids, blocks, digest_of(data))
+        segment = Segment(folder.key, parent, begin, own_ids, blocks, checksum(data))
         if segment not in folder and (any(folder.windows) or not folder.extends(segment)):
             self._turns.wait()
             if not folder.write(segment, data, chain):

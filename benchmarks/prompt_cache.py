@@ -1,0 +1,190 @@
+"""First token of a prompt after a restart of the server, with and without --prompt-cache.
+
+    python benchmarks/prompt_cache.py demo --cache 25%
+    python benchmarks/prompt_cache.py bench-data/moe1.7b-zipf1.5 --memory 2300MB --repeats 3
+
+Each measurement is the first request of a server that was just started, in a process of its own:
+a prompt of random tokens, sent as token ids. In every repetition a new prompt is first answered by
+a server with an empty folder, which is then killed; so its files are there, and nothing else is.
+
+    without s   first token after a start without --prompt-cache
+    with s      first token after a start with it
+    sooner      without over with, as the geometric mean over the repetitions, with its interval
+    files MB    of one prompt
+    same text   all answers of a repetition have the same tokens
+    writing     tokens a second of an answer, with over without --prompt-cache, while short prompts
+                come and go (each is written when its answer ends)
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import re
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+from common import commit, greenroom_program, machine, note, show_ratio, table
+
+COLUMNS = ("model", "tokens", "files MB", "without s", "with s", "sooner", "same text", "writing")
+LEAST_ID = 5  # smaller ids are special tokens
+
+
+class Answer:
+    """The tokens of one answer, as text, and their times."""
+
+    def __init__(self, port: int, ids: list[int], new: int) -> None:
+        self.port, self.times = port, list[float]()
+        self.text, self.tokens = "", 0
+        body = {"model": "bench", "prompt": ids, "max_tokens": new, "temperature": 0,
+                "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        begin = time.perf_counter()
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+        )
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        while line := response.readline():
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                for choice in event["choices"]:
+                    self.times.append(time.perf_counter() - begin)
+                    self.text += choice["text"]
+                self.tokens = (event.get("usage") or {}).get("completion_tokens", 0)
+        connection.close()
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second after the first one."""
+        return (self.tokens - 1) / (self.times[-1] - self.times[0])
+
+
+@contextmanager
+def server(args: argparse.Namespace, folder: Path | None) -> Iterator[int]:
+    """Start a server; yield its port once the model is loaded, and kill it in the end."""
+    size = ["--memory", args.memory] if args.memory else ["--cache", args.cache]
+    command = [
+        *greenroom_program(), "serve", str(args.model), "--port", "0", "--model-name", "bench",
+        "--context", str(args.tokens + 2 * args.new), "--kv-memory", args.kv_memory, *size,
+    ]  # fmt: skip
+    if folder is not None:
+        command += ["--prompt-cache", str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines: list[str] = []
+        try:
+            while not (lines and lines[-1].startswith("try: ")):
+                lines.append(process.stderr.readline())
+                assert lines[-1], "".join(lines)
+            reader = threading.Thread(target=process.stderr.read)
+            reader.start()
+            yield int(next(x for x in lines if "http://" in x).split("http://")[1].split()[0]
+                      .rpartition(":")[2])  # fmt: skip
+        finally:
+            process.kill()
+            process.wait()
+            reader.join()
+
+
+def fetch(port: int, path: str) -> str:
+    """Return the body of a GET request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("GET", path)
+    body = connection.getresponse().read().decode()
+    connection.close()
+    return body
+
+
+def ttft(port: int) -> float:
+    """Return the server's time to the first token of its first request, in seconds.
+
+    A client sees the first text, which may begin only with a later token.
+    """
+    (total,) = re.findall(r"^greenroom_ttft_seconds_sum (\S+)", fetch(port, "/metrics"), re.M)
+    return float(total)
+
+
+def wait_for_files(port: int) -> int:
+    """Wait until everything is written; return the bytes of all files."""
+    while True:
+        stats = json.loads(fetch(port, "/v1/stats"))["prompt_cache"]
+        if stats["bytes_written"] and not stats["pending"]:
+            return int(stats["bytes"])
+        time.sleep(0.05)
+
+
+def restart(args: argparse.Namespace, seed: int) -> tuple[float, float, int, bool]:
+    """Measure one prompt: (TTFT without, TTFT with, bytes of files, are all texts the same)."""
+    random = Random(seed)
+    ids = [random.randrange(LEAST_ID, args.vocabulary) for _ in range(args.tokens)]
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        with server(args, folder) as port:
+            first = Answer(port, ids, args.new)
+            nbytes = wait_for_files(port)
+        with server(args, None) as port:
+            without, without_s = Answer(port, ids, args.new), ttft(port)
+        with server(args, folder) as port:
+            again, again_s = Answer(port, ids, args.new), ttft(port)
+    note(f"without {without_s:.3f} s, with {again_s:.3f} s")
+    same = first.text == without.text == again.text
+    return without_s, again_s, nbytes, same
+
+
+def decode_rate(args: argparse.Namespace, folder: Path | None) -> float:
+    """Measure the tokens a second of one answer, while other requests come and go."""
+    random, answers = Random(0), list[Answer]()
+
+    def draw(count: int) -> list[int]:
+        return [random.randrange(LEAST_ID, args.vocabulary) for _ in range(count)]
+
+    with server(args, folder) as port:
+        Answer(port, draw(64), 8)  # kernels, and what is resident
+        prompt, short = draw(64), [draw(args.tokens // 8) for _ in range(4)]
+        thread = threading.Thread(target=lambda: answers.append(Answer(port, prompt, 4 * args.new)))
+        thread.start()
+        for each in short:
+            Answer(port, each, 4)
+        thread.join()
+    return answers[0].rate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="demo, a folder, or a GGUF file")
+    parser.add_argument("--memory", help="of the process, such as 2300MB")
+    parser.add_argument("--cache", default="50%", help="slots in place of --memory")
+    parser.add_argument("--kv-memory", default="1GiB")
+    parser.add_argument("--tokens", type=int, default=2000, help="of the prompt")
+    parser.add_argument("--new", type=int, default=16, help="tokens of an answer")
+    parser.add_argument("--vocabulary", type=int, default=250, help="ids are below this number")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where the files are written (default: /tmp)")
+    args = parser.parse_args()
+    print(f"commit {commit()}; {machine()}\n", flush=True)
+    rows = [restart(args, seed) for seed in range(args.repeats)]
+    rates = []
+    for _ in range(args.repeats):
+        with tempfile.TemporaryDirectory(dir=args.folder) as name:
+            rates.append((decode_rate(args, Path(name)), decode_rate(args, None)))
+        note(f"writing {rates[-1][0]:.2f}, not writing {rates[-1][1]:.2f} tokens/s")
+    without, again, nbytes, same = (sorted(column) for column in zip(*rows, strict=True))
+    middle = len(rows) // 2
+    line = (
+        Path(args.model).name, args.tokens, f"{nbytes[middle] / 1e6:.1f}",
+        f"{without[middle]:.2f}", f"{again[middle]:.3f}",
+        show_ratio([row[:2] for row in rows]), "yes" if all(same) else "no", show_ratio(rates),
+    )  # fmt: skip
+    print(table(COLUMNS, [line]))
+
+
+if __name__ == "__main__":
+    main()
