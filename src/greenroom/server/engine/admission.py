@@ -145,16 +145,17 @@ class Admission:
         The prefix comes from the prefix cache or from a running request. If the prompt begins with
         all tokens of an entry of the prefix cache, the entry itself is used; otherwise its common
         part is copied. If much more is on disk, the request gets a `load`, and is prepared again
-        once the load is done.
+        once the load is done; if it has failed, without the disk.
         """
-        if sequence.load is not None and self._take_loaded(sequence):
+        is_new = sequence.load is None
+        if not is_new and self._take_loaded(sequence):
             return
         sequence.cache = self._batch.cache()
         ids = as_ids(sequence.ids)
         sources = list(self._sources(running)) if self._reuses(sequence) else []
         best = max((*sources, _NOTHING), key=lambda source: self._usable(source, ids))
         tokens, is_cached = self._usable(best, ids), best in self.prefixes
-        if self._reuses(sequence) and self._begin_load(sequence, ids, tokens):
+        if is_new and self._reuses(sequence) and self._begin_load(sequence, ids, tokens):
             return
         takes_over = is_cached and tokens == best.ids.size
         if takes_over:

@@ -28,6 +28,7 @@ from greenroom.server.engine.prompts.segment import (
     write_segment,
 )
 
+MOST_FILES = 4096  # the index of a million tokens takes 12 MB
 STALE_S = 3600.0  # age at which a draft is abandoned: its process died
 NEWER_NS = 1000  # a segment counts as used this much later than its children
 
@@ -56,7 +57,7 @@ class PromptFolder:
     Any thread may call `find`; one thread calls the other methods.
 
     path:    the folder; it is made if missing
-    limit:   most bytes of all files
+    limit:   most bytes of all files, which are at most MOST_FILES
     key:     digest of the model and of all else that the bits depend on
     tokens:  number of tokens in a complete segment
     windows: most tokens of each layer's window state
@@ -199,6 +200,7 @@ class PromptFolder:
             self._discard(name, error)
         except FileNotFoundError:
             self._forget(name)
+            self.scan()  # others are likely gone too
         except OSError as error:
             self._discard(name, DamagedSegment(f"it cannot be read: {error.strerror}"))
         return None
@@ -238,16 +240,16 @@ class PromptFolder:
 
     def _make_room(self, nbytes: int, pinned: set[str]) -> bool:
         files = sorted(self._files())
-        total = sum(each.nbytes for each in files)
+        total, count = sum(each.nbytes for each in files), len(files)
         for each in files:
-            if total + nbytes <= self.limit:
-                break
+            if total + nbytes <= self.limit and count < MOST_FILES:
+                return True
             if each.name in pinned:
                 return False
             if not each.name.startswith("."):  # a draft is another process's
                 self._remove(each.name)
                 self.evicted += 1
-                total -= each.nbytes
+                total, count = total - each.nbytes, count - 1
         return total + nbytes <= self.limit
 
     def touch(self, chain: Sequence[Segment]) -> None:

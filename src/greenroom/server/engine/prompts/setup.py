@@ -11,7 +11,7 @@ from greenroom.errors import UnsupportedModel
 from greenroom.hf.kv.stored import refusal_reason, window_lengths
 from greenroom.runtime.driver.disk_turns import DiskTurns
 from greenroom.runtime.store.disk import CHUNK_BYTES
-from greenroom.server.engine.prompts.folder import PromptFolder
+from greenroom.server.engine.prompts.folder import MOST_FILES, PromptFolder
 from greenroom.server.engine.prompts.model_key import model_key
 from greenroom.server.engine.prompts.store import PromptStore
 
@@ -46,7 +46,7 @@ def open_prompt_store(
     buffer_bytes = sum(sizes) * tokens + states
     limit = Amount.parse(config.prompt_cache_size, "--prompt-cache-size").nbytes or 0
     if (slot_budget := greenroom.slot_budget) is not None:
-        files = limit // (max(1, sum(sizes)) * tokens)
+        files = min(MOST_FILES, limit // (max(1, sum(sizes)) * tokens))
         index_bytes = files * (4 * tokens + ENTRY_BYTES)
         slot_budget.set_aside(buffer_bytes + CHUNK_BYTES + index_bytes)
     key = model_key(model, config, tokens)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -288,7 +289,8 @@ class PromptStore:
             for each in segments:
                 data = None
                 if not load.cancelled:
-                    data = self.folder.read(each, self._buffer, self._turns.wait)
+                    with suppress(OSError):  # the folder is gone
+                        data = self.folder.read(each, self._buffer, self._turns.wait)
                 if data is None:
                     break
                 copy_in(data, each.blocks, load.tensors, windows, each.begin, each is last)
