@@ -159,9 +159,10 @@ def read_segment(path: Path) -> Segment:
             count = _shape(header, "ids", 1)[0]
             if not 0 < count <= MOST_TOKENS:
                 raise Malformed(f"a segment has 1 to {MOST_TOKENS} tokens, not {count}")
-            ids = np.frombuffer(file.read(4 * count), np.int32)
-            segment = _described(header, ids)
-            same = segment.header == prefix + text and ids.size == count
+            if len(data := file.read(4 * count)) < 4 * count:
+                raise Malformed("the file ends inside the ids")
+            segment = _described(header, np.frombuffer(data, np.int32))
+            same = segment.header == prefix + text
         except Malformed as error:
             raise DamagedSegment(f"its header is damaged: {error}") from error
     if not same or path.name != segment.file_name:
