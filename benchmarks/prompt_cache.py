@@ -12,8 +12,8 @@ a server with an empty folder, which is then killed; so its files are there, and
     sooner      without over with, as the geometric mean over the repetitions, with its interval
     files MB    of one prompt
     same text   all answers of a repetition have the same tokens
-    writing     tokens a second of an answer, with over without --prompt-cache, while short prompts
-                come and go (each is written when its answer ends)
+    writing     seconds in which three users get two answers each to new prompts of an eighth of the
+                tokens, with over without --prompt-cache (each prompt is written after its answer)
 """
 
 from __future__ import annotations
@@ -38,15 +38,13 @@ LEAST_ID = 5  # smaller ids are special tokens
 
 
 class Answer:
-    """The tokens of one answer, as text, and their times."""
+    """The text of one answer."""
 
     def __init__(self, port: int, ids: list[int], new: int) -> None:
-        self.port, self.times = port, list[float]()
-        self.text, self.tokens = "", 0
+        self.text = ""
         body = {"model": "bench", "prompt": ids, "max_tokens": new, "temperature": 0,
-                "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+                "stream": True}  # fmt: skip
         connection = http.client.HTTPConnection("127.0.0.1", port)
-        begin = time.perf_counter()
         connection.request(
             "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
         )
@@ -54,17 +52,8 @@ class Answer:
         assert response.status == 200, response.read()
         while line := response.readline():
             if line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                for choice in event["choices"]:
-                    self.times.append(time.perf_counter() - begin)
-                    self.text += choice["text"]
-                self.tokens = (event.get("usage") or {}).get("completion_tokens", 0)
+                self.text += json.loads(line[6:])["choices"][0]["text"]
         connection.close()
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second after the first one."""
-        return (self.tokens - 1) / (self.times[-1] - self.times[0])
 
 
 @contextmanager
@@ -77,6 +66,8 @@ def server(args: argparse.Namespace, folder: Path | None) -> Iterator[int]:
     ]  # fmt: skip
     if folder is not None:
         command += ["--prompt-cache", str(folder)]
+    if args.batch_invariant:
+        command.append("--batch-invariant")
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         lines: list[str] = []
@@ -139,22 +130,26 @@ def restart(args: argparse.Namespace, seed: int) -> tuple[float, float, int, boo
     return without_s, again_s, nbytes, same
 
 
-def decode_rate(args: argparse.Namespace, folder: Path | None) -> float:
-    """Measure the tokens a second of one answer, while other requests come and go."""
-    random, answers = Random(0), list[Answer]()
-
-    def draw(count: int) -> list[int]:
-        return [random.randrange(LEAST_ID, args.vocabulary) for _ in range(count)]
-
+def workload_s(args: argparse.Namespace, folder: Path | None) -> float:
+    """Measure the seconds in which a server answers three users, two prompts each."""
+    random, prompts = Random(0), list[list[int]]()
+    for _ in range(7):
+        ids = [random.randrange(LEAST_ID, args.vocabulary) for _ in range(args.tokens // 8)]
+        prompts.append(ids)
     with server(args, folder) as port:
-        Answer(port, draw(64), 8)  # kernels, and what is resident
-        prompt, short = draw(64), [draw(args.tokens // 8) for _ in range(4)]
-        thread = threading.Thread(target=lambda: answers.append(Answer(port, prompt, 4 * args.new)))
-        thread.start()
-        for each in short:
-            Answer(port, each, 4)
-        thread.join()
-    return answers[0].rate
+        Answer(port, prompts[0], 8)  # kernels, and what is resident
+
+        def send(user: int) -> None:
+            for each in prompts[1 + 2 * user : 3 + 2 * user]:
+                Answer(port, each, args.new)
+
+        threads = [threading.Thread(target=send, args=(user,)) for user in range(3)]
+        begin = time.perf_counter()
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        return time.perf_counter() - begin
 
 
 def main() -> None:
@@ -166,22 +161,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000, help="of the prompt")
     parser.add_argument("--new", type=int, default=16, help="tokens of an answer")
     parser.add_argument("--vocabulary", type=int, default=250, help="ids are below this number")
+    parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where the files are written (default: /tmp)")
     args = parser.parse_args()
     print(f"commit {commit()}; {machine()}\n", flush=True)
     rows = [restart(args, seed) for seed in range(args.repeats)]
-    rates = []
+    seconds = []
     for _ in range(args.repeats):
         with tempfile.TemporaryDirectory(dir=args.folder) as name:
-            rates.append((decode_rate(args, Path(name)), decode_rate(args, None)))
-        note(f"writing {rates[-1][0]:.2f}, not writing {rates[-1][1]:.2f} tokens/s")
+            pair = workload_s(args, Path(name)), workload_s(args, None)
+        seconds.append(pair)
+        note(f"writing {pair[0]:.2f} s, not writing {pair[1]:.2f} s")
     without, again, nbytes, same = (sorted(column) for column in zip(*rows, strict=True))
     middle = len(rows) // 2
     line = (
         Path(args.model).name, args.tokens, f"{nbytes[middle] / 1e6:.1f}",
         f"{without[middle]:.2f}", f"{again[middle]:.3f}",
-        show_ratio([row[:2] for row in rows]), "yes" if all(same) else "no", show_ratio(rates),
+        show_ratio([row[:2] for row in rows]), "yes" if all(same) else "no", show_ratio(seconds),
     )  # fmt: skip
     print(table(COLUMNS, [line]))
 
