@@ -12,8 +12,9 @@ a server with an empty folder, which is then killed; so its files are there, and
     sooner      without over with, as the geometric mean over the repetitions, with its interval
     files MB    of one prompt
     same text   all answers of a repetition have the same tokens
-    writing     seconds in which three users get two answers each to new prompts of an eighth of the
-                tokens, with over without --prompt-cache (each prompt is written after its answer)
+
+The part `writing` compares the seconds in which three users get two answers each, to new prompts of
+an eighth of the tokens, with and without --prompt-cache: each prompt is written after its answer.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from common import commit, greenroom_program, machine, note, show_ratio, table
 
-COLUMNS = ("model", "tokens", "files MB", "without s", "with s", "sooner", "same text", "writing")
+COLUMNS = ("model", "tokens", "files MB", "without s", "with s", "sooner", "same text")
+Table = tuple[Sequence[str], list[Sequence[Any]]]
 LEAST_ID = 5  # smaller ids are special tokens
 
 
@@ -152,6 +155,34 @@ def workload_s(args: argparse.Namespace, folder: Path | None) -> float:
         return time.perf_counter() - begin
 
 
+def restarts(args: argparse.Namespace) -> Table:
+    """Measure the first token after a restart, with several prompts."""
+    rows = [restart(args, seed) for seed in range(args.repeats)]
+    without, again, nbytes, same = (sorted(column) for column in zip(*rows, strict=True))
+    middle = len(rows) // 2
+    line = (
+        Path(args.model).name, args.tokens, f"{nbytes[middle] / 1e6:.1f}",
+        f"{without[middle]:.2f}", f"{again[middle]:.3f}",
+        show_ratio([row[:2] for row in rows]), "yes" if all(same) else "no",
+    )  # fmt: skip
+    return COLUMNS, [line]
+
+
+def writing(args: argparse.Namespace) -> Table:
+    """Compare a workload whose prompts are written with one whose prompts are not."""
+    pairs = []
+    for _ in range(args.repeats):
+        with tempfile.TemporaryDirectory(dir=args.folder) as name:
+            pairs.append((workload_s(args, Path(name)), workload_s(args, None)))
+        note(f"writing {pairs[-1][0]:.2f} s, not writing {pairs[-1][1]:.2f} s")
+    return ("model", "seconds, writing over not writing"), [
+        (Path(args.model).name, show_ratio(pairs))
+    ]
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Table]] = {"restart": restarts, "writing": writing}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="demo, a folder, or a GGUF file")
@@ -161,26 +192,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000, help="of the prompt")
     parser.add_argument("--new", type=int, default=16, help="tokens of an answer")
     parser.add_argument("--vocabulary", type=int, default=250, help="ids are below this number")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where the files are written (default: /tmp)")
     args = parser.parse_args()
     print(f"commit {commit()}; {machine()}\n", flush=True)
-    rows = [restart(args, seed) for seed in range(args.repeats)]
-    seconds = []
-    for _ in range(args.repeats):
-        with tempfile.TemporaryDirectory(dir=args.folder) as name:
-            pair = workload_s(args, Path(name)), workload_s(args, None)
-        seconds.append(pair)
-        note(f"writing {pair[0]:.2f} s, not writing {pair[1]:.2f} s")
-    without, again, nbytes, same = (sorted(column) for column in zip(*rows, strict=True))
-    middle = len(rows) // 2
-    line = (
-        Path(args.model).name, args.tokens, f"{nbytes[middle] / 1e6:.1f}",
-        f"{without[middle]:.2f}", f"{again[middle]:.3f}",
-        show_ratio([row[:2] for row in rows]), "yes" if all(same) else "no", show_ratio(seconds),
-    )  # fmt: skip
-    print(table(COLUMNS, [line]))
+    for part in args.parts:
+        print(table(*PARTS[part](args)) + "\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 class PromptCounts:
     """Counters of the prompt cache on disk, since the start of the server.
 
-    hits, misses: look-ups for prompts that the prefix cache in memory lacks
+    hits, misses: look-ups that found more of a prompt than memory has, and the others
     tokens:       tokens whose keys and values were read
     dropped:      finished requests that were not written, or not completely, for want of memory,
                   disk or time
@@ -166,7 +166,9 @@ class PromptStore:
 
     def drop_save(self, entry: PrefixEntry) -> None:
         """Do not write an entry any more, because another request continues it."""
-        self._cancel([each for each in self._pending() if each.entry is entry])
+        for each in self._pending():
+            if each.entry is entry:
+                self._cancel(each)
 
     def limit_pending(self, nbytes: int, cached: Container[PrefixEntry]) -> None:
         """Drop unwritten requests, the oldest first, until they take at most `nbytes`.
@@ -181,7 +183,8 @@ class PromptStore:
         excess = sum(size for _, size in pending) - max(0, nbytes)
         for each, size in pending:
             if excess > 0:
-                self._cancel([each])
+                self._cancel(each)
+                self._wait_for_end(each)
                 self.counts.dropped += 1
                 excess -= size
 
@@ -190,16 +193,19 @@ class PromptStore:
             current = [self._job] if isinstance(self._job, PromptSave) else []
             return [*current, *self._saves]
 
-    def _cancel(self, saves: list[PromptSave]) -> None:
-        """Cancel saves; the one under way ends with its present segment, at most."""
+    def _cancel(self, save: PromptSave) -> None:
+        """Cancel a save; if it is under way, it ends with its present segment, at most."""
         with self._changed:
-            for each in saves:
-                each.cancelled = True
-                if each in self._saves:
-                    self._saves.remove(each)
-                    each.release()
-                while self._job is each:
-                    self._changed.wait()
+            save.cancelled = True
+            if save in self._saves:
+                self._saves.remove(save)
+                save.release()
+
+    def _wait_for_end(self, job: Job) -> None:
+        """Wait until a cancelled job uses no memory any more."""
+        with self._changed:
+            while self._job is job:
+                self._changed.wait()
 
     def cancel_load(self, load: PromptLoad) -> None:
         """End a load that nobody waits for, with its present segment at the latest."""
@@ -207,9 +213,8 @@ class PromptStore:
             load.cancelled = True
             if load in self._loads:
                 self._loads.remove(load)
-            while self._job is load:
-                self._changed.wait()
-            load.release()
+        self._wait_for_end(load)
+        load.release()
 
     def stats(self) -> dict[str, int]:
         """Return JSON-ready statistics of the prompt cache on disk."""
