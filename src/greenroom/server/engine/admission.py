@@ -51,6 +51,8 @@ class Admission:
         share = Amount.parse(config.prefix_share, "--prefix-share").of(limit)
         self.prefixes = PrefixCache(0 if config.no_prefix_reuse else share)
         self.reserved = 0
+        if prompts is not None:
+            prompts.is_busy = lambda: self.reserved > 0
 
     def describe_limits(self) -> str:
         """Describe the limits of requests, for the start-up line."""

@@ -344,6 +344,26 @@ def test_writes_wait_for_nobody_and_nobody_for_them(
     assert stats(s)["files"] == 5
 
 
+def test_a_write_waits_for_running_answers_but_not_for_ever(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_store, "MOST_DELAY_S", PATIENCE)
+    s = engine()
+    running = s.ask(draw(20, 40), 500)
+    assert running.first.wait(PATIENCE)
+    answer(s, PROMPT, 1)
+    assert stats(s)["pending"] == 1
+    assert stats(s)["bytes_written"] == 0 or running.finished is not None
+    running.end()
+    assert saved(s)["bytes_written"] > 0
+    monkeypatch.setattr(prompt_store, "MOST_DELAY_S", 0.0)
+    running = s.ask(draw(20, 41), 570)
+    assert running.first.wait(PATIENCE)
+    answer(s, draw(300, 42), 1)
+    assert saved(s)["files"] > 2
+    running.cancel()
+
+
 def test_unwritten_prompts_give_way_to_requests(engine: Engine, slow_writes: Any) -> None:
     """With memory for one context, what waits to be written is dropped for the next request."""
     go_on, begun = slow_writes

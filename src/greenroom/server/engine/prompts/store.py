@@ -1,9 +1,10 @@
 """Worker of the prompt cache on disk: a thread that reads and writes keys and values.
 
-Reads go first, each chunk after demands for experts and before their prefetches; writes wait for a
-moment without demands. Both use one buffer of one segment. The writer reads the live KV cache of a
-finished request, whose tokens never change, so nothing is copied beforehand. If that memory is
-needed for requests, what is not written yet is dropped.
+Reads go first, each chunk after demands for experts and before their prefetches. A write waits
+until no request is computed, but for two seconds at most: its few milliseconds of a processor would
+be missed. Both use one buffer of one segment. The writer reads the live KV cache of a finished
+request, whose tokens never change, so nothing is copied beforehand. If that memory is needed for
+requests, what is not written yet is dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Container
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ from greenroom.server.engine.prompts.segment import Segment, checksum
 
 RESCAN_S = 5.0  # between two looks at what other processes have written
 LEAST_TOKENS = 64  # of a sequence that is written
+MOST_DELAY_S = 2.0  # of a write, while requests are computed
+POLL_S = 0.02  # between two looks at whether requests are computed
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +83,14 @@ class PromptSave:
     """Keys and values of a finished request that wait to be written.
 
     ids, tensors: the tokens to write, and the keys and values of each layer in turn
+    due:          the time at which it is written also while requests are computed
     """
 
     entry: PrefixEntry | None
     ids: Ids
     tensors: list[Tensor]
     cancelled: bool = False
+    due: float = field(default_factory=lambda: time.monotonic() + MOST_DELAY_S)
 
     def release(self) -> None:
         """Forget the KV cache of the request, so that its memory can be freed."""
@@ -102,6 +107,7 @@ class PromptStore:
     The engine's thread calls the public methods. `wake` is called when a load is done.
 
     only_exact: store only tokens that were computed in the same chunks as if the request were alone
+    is_busy:    function that tells whether requests are computed now
     """
 
     def __init__(
@@ -113,6 +119,7 @@ class PromptStore:
         only_exact: bool = False,
     ) -> None:
         self.folder, self.counts = folder, PromptCounts()
+        self.is_busy: Callable[[], bool] = lambda: False
         self._turns, self._wake, self._only_exact = turns, wake, only_exact
         self._buffer = np.empty(buffer_bytes, np.uint8)
         self._has_warned = False
@@ -272,6 +279,7 @@ class PromptStore:
         """Wait for the next job: a load, a scan, or a save; None when the thread must end."""
         with self._changed:
             while True:
+                delay: float | None = None
                 over = self._end_by is not None and time.monotonic() >= self._end_by
                 if self._loads:
                     self._job = self._loads.popleft()
@@ -281,11 +289,16 @@ class PromptStore:
                     return None
                 elif self._scans:
                     self._scans, self._job = False, SCAN
-                elif self._saves:
+                elif self._saves and (self._end_by is not None or self._is_due(self._saves[0])):
                     self._job = self._saves.popleft()
+                elif self._saves:
+                    delay = POLL_S
                 if self._job is not None:
                     return self._job
-                self._changed.wait()
+                self._changed.wait(delay)
+
+    def _is_due(self, save: PromptSave) -> bool:
+        return not self.is_busy() or time.monotonic() >= save.due
 
     def _load(self, load: PromptLoad) -> None:
         segments, tokens = load.match
