@@ -287,3 +287,76 @@ def test_what_is_not_installed_is_named() -> None:
 def test_the_last_part_of_a_model_is_its_name(model: str, name: str) -> None:
     assert name_of(model) == name
     assert re.fullmatch(r"[^/]+", name_of("."))
+
+
+HALF_WRITTEN = """
+import time
+from greenroom.server.engine.prompts import segment as form
+own = form.atomic_file
+def stops_in_the_second_file(path, mode):
+    context = own(path, mode)
+    if "-00000000-" in path.name:
+        return context
+    file = context.__enter__()
+    file.write(b"half of a file")
+    file.flush()
+    print("half", flush=True)
+    time.sleep(1000)
+form.atomic_file = stops_in_the_second_file
+"""
+
+
+@pytest.mark.process
+@pytest.mark.timeout(240)
+def test_prompts_survive_a_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
+    folder, ids = tmp_path / "prompts", [7 + i * i % 240 for i in range(600)]
+    options: tuple[object, ...] = (
+        "--prompt-cache", folder, "--batch-invariant", "--prefill-chunk", 64,
+        "--log-format", "json",
+    )  # fmt: skip
+    cache = ("--cache", "25%", "--context", 700)
+    body = {"model": "demo", "prompt": ids, "max_tokens": 8, "temperature": 0}
+
+    def ask(url: str) -> str:
+        answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
+        return str(answer["choices"][0]["text"])
+
+    def counted(url: str) -> dict[str, int]:
+        stats = httpx2.get(f"{url}/v1/stats").json()
+        return {**stats["prompt_cache"], "reused": stats["tokens"]["reused"]}
+
+    with served(*options, cache=cache, before=HALF_WRITTEN) as (process, url, lines):
+        assert any("prompt cache: 0 files of this model" in line for line in lines)
+        text = ask(url)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "half\n"
+        process.kill()
+    assert sorted(path.name[-4:] for path in folder.iterdir()) == [".tmp", "sors"]
+    with served(*options, cache=cache) as (process, url, lines):
+        assert any("prompt cache: 1 files of this model" in line for line in lines)
+        assert ask(url) == text
+        assert counted(url)["reused"] == 256
+        process.send_signal(signal.SIGTERM)  # what waits is written
+        assert process.wait(30) == 0
+    with served(*options, cache=cache) as (process, url, _):
+        assert ask(url) == text
+        assert counted(url)["reused"] == 576
+        assert counted(url)["damaged"] == 0
+        metrics = httpx2.get(f"{url}/metrics").text
+        assert "greenroom_prompt_cache_hits_total 1.0" in metrics
+        assert "greenroom_prompt_cache_files 4.0" in metrics  # one of them the draft
+
+
+def test_options_of_the_prompt_cache_that_exclude_each_other(
+    cli: Run, folder: Path, tmp_path: Path
+) -> None:
+    said = cli("serve", folder, "--prompt-cache", tmp_path, "--no-prefix-reuse").mistake
+    assert "--prompt-cache and --no-prefix-reuse exclude each other" in said
+    assert "only with --prompt-cache" in cli("serve", folder, "--prompt-cache-size", "1GiB").mistake
+    said = cli("serve", folder, "--prompt-cache", tmp_path, "--prompt-cache-size", "9%").mistake
+    assert said.startswith("--prompt-cache-size must be an amount, as 8GiB")
+    (tmp_path / "file").touch()
+    err = cli("serve", folder, "--port", 0, "--prompt-cache", tmp_path / "file").err
+    assert err.splitlines()[-1].startswith("greenroom: --prompt-cache ")
+    err = cli("serve", folder, "--port", 0, "--prompt-cache", tmp_path, "--kv", "fp8").err
+    assert "--prompt-cache cannot be used: --kv fp8 has keys and values of" in err.splitlines()[-1]

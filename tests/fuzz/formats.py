@@ -12,6 +12,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -402,6 +403,45 @@ def read_learned(data: bytes, folder: Path) -> None:
             _quietly(lambda: recent_trace(known, [4, 3]))
 
 
+# ---- the prompt cache
+
+
+def _segments() -> list[bytes]:
+    from tempfile import TemporaryDirectory
+
+    from greenroom.server.engine.prompts.segment import write_segment
+    from tests.server.engine.prompts.conftest import make_segment
+
+    made = []
+    with TemporaryDirectory() as folder:
+        for ids, begin, parent in ((range(20), 0, ""), (range(32), 64, "ab" * 16)):
+            segment, data = make_segment(ids, begin, parent)
+            write_segment(Path(folder), segment, data)
+            made.append((Path(folder) / segment.file_name).read_bytes())
+    return made
+
+
+def read_prompt_segment(data: bytes, folder: Path) -> None:
+    """Under the name that the file should have by its own header, where that can be read at all."""
+    import hashlib
+
+    from greenroom.server.engine.prompts.segment import read_data, read_segment
+
+    name = f"{'0' * 16}-{0:08d}-{'0' * 32}.safetensors"
+    with suppress(ArithmeticError, LookupError, ValueError, TypeError, RecursionError):
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        meta, count = header["__metadata__"], header["ids"]["shape"][0]
+        digest = hashlib.blake2b(data[: 8 + size + 4 * count], digest_size=16).hexdigest()
+        if str(meta["key"])[:16].isalnum():
+            name = f"{str(meta['key'])[:16]}-{int(meta['begin']):08d}-{digest}.safetensors"[:200]
+    path = saved(name, data, folder)
+    try:
+        read_data(path, read_segment(path), np.empty(1 << 16, np.uint8), lambda: None)
+    finally:
+        path.unlink()
+
+
 OWN = {
     "trace": Format(_trace_files, read_trace, safetensors, safetensors_join),
     "journal": Format(_journal_files, read_trace, records, records_join),
@@ -413,4 +453,5 @@ OWN = {
     "prompts": Format(_prompts, read_prompts, lines, lines_join),
     "predictor": Format(_predictor, read_predictor, safetensors, safetensors_join),
     "learned": Format(_learned, read_learned, safetensors, learned_join),
+    "segment": Format(_segments, read_prompt_segment, safetensors, safetensors_join),
 }

@@ -58,7 +58,7 @@ def _mutated(random: Random, form: Format, seeds: list[bytes]) -> bytes:
         others[at] = edit_bytes(random, others[at], others)
     try:
         return form.join((texts, others))
-    except ValueError:  # what was changed says how to join
+    except (TypeError, ValueError):  # what was changed says how to join
         return edit_bytes(random, seed, seeds)
 
 

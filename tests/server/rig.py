@@ -94,6 +94,7 @@ class Served:
         context: int = 300,
         journal: Journal | None = None,
         slots_at_full_context: int | None = None,
+        further_budget: int = 0,
         setup_options: dict[str, Any] | None = None,
         store: dict[str, Any] | None = None,
         **serve: Any,
@@ -119,7 +120,9 @@ class Served:
                     1 << 40, MemoryNeeds(0, 0, 0, 0, 0), skeleton.catalog, sizes,
                     Workspace(0, 0, 0, 0), context=context, min_slots=1,
                 )  # fmt: skip
-                model.greenroom.use_slot_budget(slot_budget.for_slots(slots_at_full_context))
+                slot_budget = slot_budget.for_slots(slots_at_full_context)
+                slot_budget.budget += further_budget
+                model.greenroom.use_slot_budget(slot_budget)
             return LoadedModel(model, AutoTokenizer.from_pretrained(folder))
 
         self.engine = ContinuousEngine(load, ServeConfig(**serve), context, journal)

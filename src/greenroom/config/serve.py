@@ -137,6 +137,14 @@ class ServeConfig(SpeculationConfig):
         "SHARE", check=lambda value, name: parse_share(value, name, "50%"),
     )  # fmt: skip
     no_prefix_reuse: bool = option(False, "compute every prompt from its first token on")
+    prompt_cache: str | None = option(
+        None, "store computed prompts in files of this folder, too, so that they need not be"
+        " computed again after a restart; the files have the prompts' tokens", "DIR", shown=True,
+    )  # fmt: skip
+    prompt_cache_size: str | int = option(
+        "8GiB", "largest size of all files in --prompt-cache; the least recently used are removed",
+        "SIZE", check=bytes_check("an amount, as 8GiB"), needs="prompt_cache",
+    )  # fmt: skip
     no_idle_prefetch: bool = option(
         False, "do not read experts into free slots while no request is computed", group=PREFETCHING
     )
@@ -152,3 +160,7 @@ class ServeConfig(SpeculationConfig):
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.prompt_cache is not None and self.no_prefix_reuse:
+            raise UsageError(
+                "--prompt-cache and --no-prefix-reuse exclude each other: leave out one of them"
+            )

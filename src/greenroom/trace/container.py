@@ -63,17 +63,21 @@ class Tensor:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Context manager that writes a file atomically.
 
     It yields an open draft file in the same folder. At the end the draft is synced to disk and
-    renamed to `path`; on an exception it is deleted. Raises OutputError if the file cannot be
-    written.
+    renamed to `path`; on an exception it is deleted. The file gets the permissions `mode`, less
+    those of the umask. Raises OutputError if the file cannot be written.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
-            with undo_on_interrupt(partial(os.unlink, draft)), open(draft, "wb") as file:
+            opener = partial(os.open, mode=mode)
+            with (
+                undo_on_interrupt(partial(os.unlink, draft)),
+                open(draft, "wb", opener=opener) as file,
+            ):
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -28,6 +28,25 @@ def test_demand_goes_before_prefetch_and_in_order():
     assert not queue.entries
 
 
+@pytest.mark.parametrize("lanes", [[1], [1, 1]])
+def test_held_prefetches_start_no_reads_from_disk_and_demands_do(lanes):
+    queue = TransferQueue(lanes)
+    queue.add(1, 0, 2, Urgency.PREFETCH)
+    assert len(list(queue.start())) == 1
+    queue.holds_prefetches = True
+    queue.land(0, 0)
+    queue.add(2, 1, 1)
+    started = drain(queue)
+    assert [each for each in started if each[0] == 2 and each[1] == 0]
+    assert (1, 1) not in started
+    assert not queue.open_for(Urgency.PREFETCH)
+    assert queue.open_for(Urgency.DEMAND)
+    queue.holds_prefetches = False
+    assert queue.open_for(Urgency.PREFETCH)
+    assert (1, 1) in drain(queue)
+    assert not queue.entries
+
+
 def test_an_upgrade_keeps_the_chunks_already_moved():
     queue = TransferQueue([1])
     queue.add(1, 0, 3, Urgency.PREFETCH)

@@ -286,3 +286,17 @@ def test_layers_with_numbers_of_heads_of_their_own(monkeypatch: pytest.MonkeyPat
         workspace = Workspace.of(model, catalog, True)
         assert workspace.pair == 10 * 4
         assert workspace.context == (2 * 4 * 8 * 2 if name == "qwen3_moe" else 0)
+
+
+def test_memory_that_is_set_aside_comes_from_the_slots(watched: Watched) -> None:
+    budget, experts = watched.slot_budget, watched.greenroom.capacity
+    slot = watched.greenroom.setup.catalog.slot_bytes
+    budget.set_aside(2 * slot)
+    assert budget.full_context_slots == FEWEST - 2
+    with pytest.raises(BudgetError, match="for read buffers"):
+        budget.set_aside(FEWEST * slot)
+    assert budget.full_context_slots == FEWEST - 2
+    budget.set_aside(slot)
+    watched.model.generate(ids(1, 590), max_new_tokens=2)
+    assert watched.greenroom.capacity == budget.full_context_slots == FEWEST - 3
+    assert budget.initial_slots() <= experts

@@ -24,7 +24,7 @@ class StateView:
     """Read-only access to the scheduler's state, for its options and for drivers.
 
     It is the `View` that options get, with further properties for drivers (runtime and simulator).
-    Only `restore_learned` changes anything.
+    Only `restore_learned` and `hold_prefetches` change anything.
 
     accuracy:      the accuracy of predictions
     forecast:      the method of `Lookahead` that returns a layer's predicted experts
@@ -43,7 +43,7 @@ class StateView:
         self._idle = prefetcher.idle
         queue = transfers.queue
         self.lanes, self.staging_slots = queue.lanes, queue.staging_slots
-        self.sources = {path[0] for path in queue.paths}
+        self.sources = queue.sources
 
     # ---- for drivers
 
@@ -114,6 +114,18 @@ class StateView:
     def restore_learned(self, arrays: Arrays) -> None:
         """Restore what the eviction policy has learned; ValueError if it does not fit."""
         restore_learned(self._placement.cache, arrays)
+
+    @property
+    def demands(self) -> int:
+        """The number of transfers under way that a step waits for."""
+        return self._transfers.queue.demands
+
+    def hold_prefetches(self, hold: bool) -> None:
+        """Let prefetches start no reads from disk, because another reader goes before them.
+
+        They start again, without the hold, at the scheduler's next event.
+        """
+        self._transfers.queue.holds_prefetches = hold
 
     # ---- for options
 

@@ -4,7 +4,8 @@ A piece is an unsplit expert, or a segment or copy of one. It crosses one link (
 chain of links (disk to host to device). Every link has lanes, a queue of demands (a step waits for
 them) and a queue of prefetches. Demands go first; each queue is first in, first out. A piece has
 one entry; upgrading a prefetch to a demand keeps the chunks that were moved. A lane completes the
-chunk that it has started, so a new demand waits for at most one chunk in each lane.
+chunk that it has started, so a new demand waits for at most one chunk in each lane. While another
+reader of the disk has its turn, `holds_prefetches` is set, and prefetches start no chunk there.
 
 In a chain a chunk occupies a staging slot from the start of its first transfer to the end of its
 last. Prefetches leave a staging slot free for every lane, so that a demand never waits for one that
@@ -107,6 +108,7 @@ class TransferQueue:
             raise ValueError(f"a cache in host memory needs a chain of two links, got {len(lanes)}")
         self.host, before = host, len(lanes) - 1
         self.paths = [(*range(before), before + device) for device in range(devices)]
+        self.sources = {path[0] for path in self.paths}  # the links from disk
         chained, self.lanes = before > 0, spread(lanes, devices)
         # The links that set the pace: the first one, or the last ones where the host holds all.
         first = 1 if host is not None and host.holds_all else 0
@@ -114,6 +116,7 @@ class TransferQueue:
         self.entries: dict[int, Entry] = {}
         self.demands = 0  # entries that are demands
         self.moving = 0  # chunks on lanes of the paced links
+        self.holds_prefetches = False  # on the links from disk
         # Of each link, the queues of demands and of prefetches.
         self._queues = [(dict[int, Entry](), dict[int, Entry]()) for _ in self.lanes]
         self._last_first = tuple(range(len(self.lanes)))[::-1]
@@ -211,6 +214,8 @@ class TransferQueue:
         """
         for link in self._last_first:
             idle, (demands, prefetches) = self._idle[link], self._queues[link]
+            if self.holds_prefetches and link in self.sources:
+                prefetches = {}
             while idle and (queue := demands or prefetches):
                 for piece in queue:
                     entry = queue[piece]
@@ -250,6 +255,8 @@ class TransferQueue:
         """
         path = self.paths[device]
         if self.host is not None and any(self._queues[path[-1]]):
+            return False
+        if self.holds_prefetches and urgency is Urgency.PREFETCH:
             return False
         return bool(self._idle[path[0]]) and self._has_staging(urgency)
 

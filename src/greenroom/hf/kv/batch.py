@@ -123,6 +123,12 @@ class Batch:
             reason = try_batching(self, model) and reason
         return reason
 
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the model's keys and values."""
+        device: torch.device = self._model.device
+        return device
+
     def cache(self) -> Any:
         """Return an empty KV cache for a sequence; None if the model's forward makes its own."""
         return DynamicCache(config=self._model.config) if self.has_dynamic_cache else None

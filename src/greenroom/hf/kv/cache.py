@@ -100,13 +100,21 @@ class GrowingLayer(DynamicLayer):
         moved = self._buffers is None and self.get_seq_length() and len(key_states) > 1
         if moved or key_states.requires_grad or key_states.dim() != 4:
             return super().update(key_states, value_states, *args, **kwargs)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         new = key_states.shape[2]
-        self._add(new, key_states, value_states)
-        keys, values = self._tensors()
+        keys, values = self.extend(new, key_states, value_states)
         keys[:, :, -new:], values[:, :, -new:] = key_states, value_states
         return keys, values
+
+    def extend(self, tokens: int, *like: Tensor) -> tuple[Tensor, Tensor]:
+        """Add room for tokens to a KV cache layer; the caller writes their keys and values.
+
+        `like` are keys and values, [batch, heads, any number, width], of the type that the layer
+        stores. Returns the keys and values of all tokens.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(*like)
+        self._add(tokens, *like)
+        return self._tensors()
 
     def append_token(self) -> KeyValueView | None:
         """Add room for one token to a KV cache layer.

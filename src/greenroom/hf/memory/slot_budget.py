@@ -119,6 +119,20 @@ class SlotBudget:
                 self._driver.resize(target)
             self._resized_for = self._last_need.total
 
+    def set_aside(self, nbytes: int) -> None:
+        """Take memory from the expert slots for another use, permanently.
+
+        Raises BudgetError, before anything is changed, if a full context would have no room.
+        """
+        if self.label:  # the slots are in a GPU's memory
+            return
+        need = replace(self.need, staging=self.need.staging + nbytes)
+        slots = replace(self, need=need).full_context_slots
+        with self._lock:
+            self.need, self.full_context_slots = need, slots
+            self._resize_slots(self.first_block_needs())
+            self._last_pass = ()
+
     def make_room(self, caches: Sequence[Any], lengths: Sequence[int], batch: int = 1) -> None:
         """Remove or add expert slots, so that a forward pass has room for its tokens.
 

@@ -34,8 +34,8 @@ def _fill(
     number: of each exponent; 255: it has none
     """
     columns = weights.shape[1]
-    least = np.zeros(SPAN, np.uint8)
-    found = 0
+    span = np.zeros(SPAN, np.uint8)
+    listed = 0
     for row in range(weights.shape[0]):
         for first in range(0, columns, SPAN):
             count = min(SPAN, columns - first)
@@ -45,22 +45,22 @@ def _fill(
                     at = first + 8 * (j // 16) + j % 8 + 32 * (j % 16 // 8)
                 word = np.int32(weights[row, at])
                 code = number[word >> 7 & 255]
-                rest = word >> 8 & 128 | word & 127
+                bits = word >> 8 & 128 | word & 127
                 if code == 255:
-                    code, rest = np.uint8(0), np.int32(0)
-                codes[row, first + j] = np.uint8(rest)
-                least[j] = code
+                    code, bits = np.uint8(0), np.int32(0)
+                codes[row, first + j] = np.uint8(bits)
+                span[j] = code
             place = columns + first // 2
             for j in range(count // 2):
-                codes[row, place + j] = least[2 * j] | least[2 * j + 1] << 4
+                codes[row, place + j] = span[2 * j] | span[2 * j + 1] << 4
         for column in range(columns):
             word = np.int32(weights[row, column])
             if number[word >> 7 & 255] == 255:
-                if found == escapes.shape[1]:
+                if listed == escapes.shape[1]:
                     return False
-                escapes[0, found] = np.int32(column | word << 16)
-                found += 1
-        ends[row, 0] = found
+                escapes[0, listed] = np.int32(column | word << 16)
+                listed += 1
+        ends[row, 0] = listed
     return True
 
 

@@ -41,9 +41,9 @@ def escape_room(rows: int, columns: int) -> int:
 def decode(codes: Tensor, ends: Tensor, exponents: Tensor, escapes: Tensor) -> Tensor:
     """Decode the codes of a matrix to weights, in bfloat16 [rows, columns]."""
     rows, columns = codes.shape[0], codes.shape[1] // 3 * 2
-    rest, numbers = codes[:, :columns].int(), nibbles(codes[:, columns:])
+    first_bytes, numbers = codes[:, :columns].int(), nibbles(codes[:, columns:])
     exponent = exponents[0].int()[numbers.int()]
-    bits = (rest & 0x80) << 8 | exponent << 7 | rest & 0x7F
+    bits = (first_bytes & 0x80) << 8 | exponent << 7 | first_bytes & 0x7F
     last = columns // SPAN * SPAN
     spans = bits[:, :last].unflatten(1, (-1, SPAN))[:, :, _PLACES.to(codes.device)].flatten(1)
     bits = torch.cat([spans, bits[:, last:]], 1)

@@ -37,6 +37,10 @@ class Stamps:
         """
         self._of = {path: _stamp(path) for path in paths}
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(self._of)
+
     def check(self, when: str) -> None:
         """Raise CheckpointChanged if a file of the checkpoint was changed or replaced.
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from typing import Any
 
-from greenroom.config import Amount, ServeConfig
+from greenroom.config import Amount, ServeConfig, show_bytes
 from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv.batch import Batch
-from greenroom.server.engine.journal import Journal, PrefixReuse
+from greenroom.hf.kv.stored import add_tokens
+from greenroom.server.engine.journal import DISK, Journal, PrefixReuse
 from greenroom.server.engine.prefixes import (
     MIN_TOKENS,
     Ids,
@@ -20,9 +21,11 @@ from greenroom.server.engine.prefixes import (
     as_ids,
     common_prefix,
 )
+from greenroom.server.engine.prompts.store import PromptStore
 from greenroom.server.engine.sequence import Sequence
 
-WORTH = 64  # shared tokens for which it pays to wait until another request has computed them
+WORTH = 64  # shared tokens that are worth waiting for: another request computes them, or a read
+SAVE_S = 10.0  # in which prompts that wait are still written when the server ends
 
 
 class Admission:
@@ -30,7 +33,8 @@ class Admission:
 
     At most `config.max_batch` requests run at a time. Each running request reserves the bytes of
     its keys and values at its greatest length: the prompt and the longest answer. The prefix cache
-    gets the rest of `limit` bytes, but at most `limit * config.prefix_share`.
+    gets the rest of `limit` bytes, but at most `limit * config.prefix_share`. `prompts` is the
+    prompt cache on disk.
     """
 
     def __init__(
@@ -40,12 +44,37 @@ class Admission:
         config: ServeConfig,
         limit: int,
         journal: Journal | None = None,
+        prompts: PromptStore | None = None,
     ) -> None:
         self._greenroom, self._batch, self._config = greenroom, batch, config
-        self._journal, self.limit = journal, limit
+        self._journal, self.limit, self.prompts = journal, limit, prompts
         share = Amount.parse(config.prefix_share, "--prefix-share").of(limit)
         self.prefixes = PrefixCache(0 if config.no_prefix_reuse else share)
         self.reserved = 0
+        if prompts is not None:
+            prompts.is_busy = lambda: self.reserved > 0
+
+    def describe_limits(self, speculation: str) -> str:
+        """Describe the limits of requests and speculation, for the start-up line."""
+        config, disk = self._config, ""
+        one = "one after another" if self._batch.sequential_reason else "together"
+        exact = ", each as if it were alone" if config.batch_invariant else ""
+        if (prompts := self.prompts) is not None:
+            folder = prompts.folder
+            disk = (
+                f"\nprompt cache: {len(folder)} files of this model in {folder.path},"
+                f" {show_bytes(folder.nbytes)} of {show_bytes(folder.limit)} in use"
+            )
+        return (
+            f"up to {config.max_batch} requests {one}{exact}, with"
+            f" {show_bytes(self.limit)} for their keys and values,"
+            f" {show_bytes(self.prefixes.limit)} of it for prompt prefixes{speculation}{disk}"
+        )
+
+    def close(self) -> None:
+        """Write the prompts that wait for it, and close the prompt cache on disk."""
+        if self.prompts is not None:
+            self.prompts.close(SAVE_S)
 
     # ---- admission
 
@@ -91,9 +120,12 @@ class Admission:
         Prompts that have not begun are left out while `delay_s` is above 0. They wait for other
         prompts, to be computed in one batch with them.
         """
-        if self.delay_s(running) <= 0:
-            return list(running)
-        return [each for each in running if each.begun]
+        now = self.delay_s(running) <= 0
+        return [each for each in running if each.load is None and (now or each.begun)]
+
+    def loaded_sequences(self, running: Many[Sequence]) -> list[Sequence]:
+        """Return the running requests whose prefix was read from disk, to be prepared again."""
+        return [each for each in running if each.load is not None and each.load.done]
 
     def delay_s(self, running: Many[Sequence]) -> float:
         """Return the seconds that new prompts still wait for others, to be batched with them.
@@ -101,7 +133,7 @@ class Admission:
         The wait ends after `--batch-delay` milliseconds, if `--max-batch` requests run, or if
         another prompt is being computed. The value is then 0 or negative.
         """
-        fresh = [each.admitted or 0.0 for each in running if not each.begun]
+        fresh = [each.admitted or 0.0 for each in running if not each.begun and each.load is None]
         reading = any(each.begun and each.computed < each.prompt for each in running)
         if not fresh or reading or len(running) >= self._config.max_batch:
             return 0.0
@@ -114,30 +146,79 @@ class Admission:
 
         The prefix comes from the prefix cache or from a running request. If the prompt begins with
         all tokens of an entry of the prefix cache, the entry itself is used; otherwise its common
-        part is copied.
+        part is copied. If much more is on disk, the request gets a `load`, and is prepared again
+        once the load is done; if it has failed, without the disk.
         """
+        is_new = sequence.load is None
+        if not is_new and self._take_loaded(sequence):
+            return
         sequence.cache = self._batch.cache()
         ids = as_ids(sequence.ids)
         sources = list(self._sources(running)) if self._reuses(sequence) else []
         best = max((*sources, _NOTHING), key=lambda source: self._usable(source, ids))
         tokens, is_cached = self._usable(best, ids), best in self.prefixes
+        if is_new and self._reuses(sequence) and self._begin_load(sequence, ids, tokens):
+            return
         takes_over = is_cached and tokens == best.ids.size
         if takes_over:
             sequence.cache = self.prefixes.pop(best)
+            if self.prompts is not None:
+                self.prompts.drop_save(best)
         elif is_cached:
             self.prefixes.touch(best)
         self._make_room()
         if not tokens:
             return
         if not takes_over:
-            if (slot_budget := self._greenroom.slot_budget) is not None:
-                slot_budget.reserve(self._greenroom.setup.keys_values.held_bytes(tokens))
-            kv.make_growing(sequence.cache, self._greenroom.setup.context + 1)
+            self._reserve(tokens)
+            setup = self._greenroom.setup
+            kv.make_growing(sequence.cache, setup.context + 1, in_blocks=setup.cuda)
             kv.copy_tokens(best.cache, tokens, sequence.cache)
+        saved = tuple(each for each in best.saved if each.end <= tokens)
+        self._reuse(sequence, best.number, tokens, min(tokens, best.exact), saved)
+
+    def _reuse(
+        self, sequence: Sequence, source: int, tokens: int, exact: int, saved: tuple[Any, ...]
+    ) -> None:
+        """Record that a request's first tokens have their keys and values."""
         sequence.computed = sequence.reused = tokens
-        sequence.exact = min(tokens, best.exact)
+        sequence.exact, sequence.saved = exact, saved
         if self._journal is not None:
-            self._journal.events.append(PrefixReuse(sequence.number, best.number, tokens))
+            self._journal.events.append(PrefixReuse(sequence.number, source, tokens))
+
+    def _reserve(self, tokens: int) -> None:
+        """Remove expert slots to make room for the keys and values of tokens."""
+        if (slot_budget := self._greenroom.slot_budget) is not None:
+            slot_budget.reserve(self._greenroom.setup.keys_values.held_bytes(tokens))
+
+    def _begin_load(self, sequence: Sequence, ids: Ids, cached: int) -> bool:
+        """Begin to read a prompt's prefix from disk, if more than `cached` tokens are there."""
+        if self.prompts is None:
+            return False
+        match = self.prompts.find(ids, cached + WORTH, self._cut_tokens)
+        if not match.tokens:
+            return False
+        self._make_room()
+        self._reserve(match.tokens)
+        greenroom, windows = self._greenroom, self.prompts.folder.windows
+        last, device = match.segments[-1].blocks, self._batch.device
+        room = add_tokens(sequence.cache, match.tokens, last, windows, greenroom.setup, device)
+        if greenroom.slot_budget is not None:
+            greenroom.slot_budget.track(sequence.cache)
+        sequence.load = self.prompts.load(match, sequence.cache, room)
+        return True
+
+    def _take_loaded(self, sequence: Sequence) -> bool:
+        """Take over the keys and values that were read from disk; False if they are too few."""
+        load, sequence.load = sequence.load, None
+        assert load is not None
+        tokens, cache = self._cut(load.tokens), load.release()
+        if tokens < MIN_TOKENS or not kv.truncate(cache, tokens):
+            return False
+        saved = tuple(each for each in load.match.segments if each.end <= tokens)
+        exact = tokens if self._config.batch_invariant else 0
+        self._reuse(sequence, DISK, tokens, exact, saved)
+        return True
 
     def _reuses(self, sequence: Sequence) -> bool:
         """May a request reuse keys and values of other requests?
@@ -149,7 +230,9 @@ class Admission:
     def _sources(self, running: Many[Sequence]) -> Iterator[PrefixEntry]:
         for each in running:
             if each.computed:
-                yield PrefixEntry(each.computed_ids(), each.cache, 0, each.exact, each.number)
+                yield PrefixEntry(
+                    each.computed_ids(), each.cache, 0, each.exact, each.number, each.saved
+                )
         yield from self.prefixes
 
     def _usable(self, source: PrefixEntry, ids: Ids) -> int:
@@ -175,23 +258,37 @@ class Admission:
 
         A request that is computed alone has complete chunks too.
         """
-        chunk = self._config.prefill_chunk if self._config.batch_invariant else 1
-        return tokens // chunk * chunk
+        return tokens // self._cut_tokens * self._cut_tokens
+
+    @property
+    def _cut_tokens(self) -> int:
+        return self._config.prefill_chunk if self._config.batch_invariant else 1
 
     def release(self, sequence: Sequence, keep: bool) -> None:
         """Free the KV-cache memory that an ended request had reserved.
 
-        With `keep`, the request's keys and values go to the prefix cache.
+        With `keep`, the request's keys and values go to the prefix cache, and to that on disk.
         """
         self.reserved -= sequence.max_kv_bytes
         cache, sequence.cache = sequence.cache, None
+        if sequence.load is not None and self.prompts is not None:
+            self.prompts.cancel_load(sequence.load)
+            sequence.load = None
         if keep and cache is not None and sequence.computed:
-            ids, nbytes = sequence.computed_ids(), kv.held_bytes(cache)
-            self.prefixes.add(PrefixEntry(ids, cache, nbytes, sequence.exact, sequence.number))
+            entry = PrefixEntry(
+                sequence.computed_ids(), cache, kv.held_bytes(cache), sequence.exact,
+                sequence.number, sequence.saved,
+            )  # fmt: skip
+            self.prefixes.add(entry)
+            if self.prompts is not None:
+                self.prompts.save(entry)
             self._make_room()
 
     def _make_room(self) -> None:
-        self.prefixes.shrink(self.limit - self.reserved)
+        room = self.limit - self.reserved
+        self.prefixes.shrink(room)
+        if self.prompts is not None:
+            self.prompts.limit_pending(room - self.prefixes.nbytes, self.prefixes)
 
 
 _NOTHING = PrefixEntry(as_ids(()), None)

@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 
 from greenroom.server.engine.requests import Request
 
+DISK = -1  # source of keys and values that an earlier process may have computed
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixReuse:
     """A journal record: one request reuses keys and values of another request's first tokens.
 
     `number` is the sequence number of the reusing request, `source` that of the other, and `tokens`
-    the number of reused tokens.
+    the number of reused tokens. The source is DISK if they come from `--prompt-cache`; passes of
+    such a journal cannot be computed again.
     """
 
     number: int

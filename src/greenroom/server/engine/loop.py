@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from greenroom.config import LOOKUP, ServeConfig, show_bytes
+from greenroom.config import LOOKUP, ServeConfig
 from greenroom.errors import ClosedError, GreenroomError, UnsupportedModel
 from greenroom.hf.kv.batch import Batch
 from greenroom.runtime.kernels.dense.stored import weight_matrix
@@ -33,6 +33,7 @@ from greenroom.server.engine.failures import contain_errors
 from greenroom.server.engine.journal import Journal
 from greenroom.server.engine.kv_memory import kv_limit
 from greenroom.server.engine.passes import PassRunner
+from greenroom.server.engine.prompts.setup import open_prompt_store
 from greenroom.server.engine.requests import Busy, Listener, Request
 from greenroom.server.engine.sequence import Sequence
 from greenroom.server.engine.snapshot import Totals, model_stats, snapshot
@@ -184,11 +185,11 @@ class ContinuousEngine:
         """Resize the expert cache, also while answers run; return its number of slots."""
         self._check_open()
         slots = int(self.greenroom.resize(cache))
-        self._wake()
+        self._wake()  # further slots may be free
         return slots
 
     def _wake(self) -> None:
-        """Let the engine's thread look for work, since further slots may be free."""
+        """Let the engine's thread look for work again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -238,23 +239,15 @@ class ContinuousEngine:
         chunk = config.prefill_chunk
         self.passes = PassRunner(greenroom, self.batch, chunk, self.journal, self.drafts)
         limit = kv_limit(greenroom, config)
-        self.admission = Admission(greenroom, self.batch, config, limit, self.journal)
-        self.summary = f"{summary}\n{self._limits(limit)}" if summary else self._limits(limit)
+        prompts = open_prompt_store(self.model, config, self._wake)
+        self.admission = Admission(greenroom, self.batch, config, limit, self.journal, prompts)
+        limits = self.admission.describe_limits(self.passes.speculation)
+        self.summary = "\n".join(filter(None, (summary, limits)))
         self.tokenizer = tokenizer
         with self._changed:
             self.was_ready = True
             if self._state[0] == "loading":
                 self._state = ("ready", 1.0, "")
-
-    def _limits(self, limit: int) -> str:
-        """Describe the limits of requests, and speculation, for the start-up line."""
-        one = "one after another" if self.batch.sequential_reason else "together"
-        exact = ", each as if it were alone" if self.config.batch_invariant else ""
-        kv_bytes, prefixes = show_bytes(limit), show_bytes(self.admission.prefixes.limit)
-        return (
-            f"up to {self.config.max_batch} requests {one}{exact}, with {kv_bytes} for their keys"
-            f" and values, {prefixes} of it for prompt prefixes{self.passes.speculation}"
-        )
 
     def _progress(self, share: float, what: str) -> None:
         with self._changed:
@@ -269,7 +262,7 @@ class ContinuousEngine:
             admitted = self.admission.admit(self._waiting, self._running)
             self._running += admitted
         self._drop_ended()
-        for each in admitted:
+        for each in (*admitted, *self.admission.loaded_sequences(self._running)):
             self._prepare(each)
         ready, config = self.admission.ready_sequences(self._running), self.config
         planned = compose(ready, config.prefill_chunk, config.batch_invariant)
@@ -282,7 +275,7 @@ class ContinuousEngine:
         return True
 
     def _prepare(self, sequence: Sequence) -> None:
-        """Give an admitted sequence its keys and values."""
+        """Give an admitted sequence its keys and values, or begin to read them from disk."""
         if sequence.finished:
             return
         with self._contain_errors_of(sequence):
@@ -293,6 +286,7 @@ class ContinuousEngine:
         waiting, running = self._waiting, self._running
         while not (
             self.admission.ready_sequences(running)
+            or self.admission.loaded_sequences(running)
             or self._ended_sequences((*waiting, *running))
             or (waiting and self.admission.can_begin(waiting[0], running))
         ):
@@ -392,13 +386,14 @@ class ContinuousEngine:
             self._finish(each, "error", closed)
 
     def _leave(self) -> None:
-        """End all requests, save the engine's statistics, close the expert cache."""
+        """End all requests, write prompts, save the engine's statistics, close the expert cache."""
         for each in (*self._waiting, *self._running):
             self._finish(each, "stopping")
         if self.greenroom is None:
             return
         try:
             if self.was_ready:
+                self.admission.close()
                 self.final = model_stats(self)
         finally:
             self.greenroom.close()

@@ -27,7 +27,8 @@ class PrefixEntry:
     """Entry of the prefix cache: the tokens of one request, and their keys and values.
 
     `cache` is a transformers KV cache of `nbytes` bytes. The first `exact` tokens were computed in
-    the same prefill chunks as if the request were alone.
+    the same prefill chunks as if the request were alone. `saved` are the segment files on disk that
+    have the keys and values of the first tokens, bit by bit.
     """
 
     ids: Ids
@@ -35,9 +36,10 @@ class PrefixEntry:
     nbytes: int = 0
     exact: int = 0
     number: int = -1  # the sequence number of the request
+    saved: tuple[Any, ...] = ()
 
 
-def common_prefix(a: Ids, b: Ids) -> int:
+def common_prefix(a: NDArray[np.integer[Any]], b: NDArray[np.integer[Any]]) -> int:
     """Return the length of the common prefix of two sequences of token ids."""
     n = min(a.size, b.size)
     differ = np.flatnonzero(a[:n] != b[:n])
@@ -61,6 +63,9 @@ class PrefixCache:
 
     def __iter__(self) -> Iterator[PrefixEntry]:
         return iter(self._entries)
+
+    def __contains__(self, entry: object) -> bool:
+        return any(each is entry for each in self._entries)
 
     def touch(self, entry: PrefixEntry) -> None:
         """Mark an entry of the prefix cache as the most recently used."""

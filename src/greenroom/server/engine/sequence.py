@@ -13,6 +13,8 @@ from greenroom.core.speculation.drafts import Drafter
 from greenroom.errors import GreenroomError
 from greenroom.hf.kv import cache as kv
 from greenroom.server.engine.prefixes import Ids, as_ids
+from greenroom.server.engine.prompts.segment import Segment
+from greenroom.server.engine.prompts.store import PromptLoad
 from greenroom.server.engine.requests import Finished, Listener, PromptTokens, Request, Token
 from greenroom.server.engine.tokens.sampling import Sampler
 from greenroom.server.engine.tokens.scores import PromptScores
@@ -27,7 +29,9 @@ class Sequence:
     `ids` are the tokens of the prompt and of the answer so far. `cache` holds the keys and values
     of the first `computed` tokens; those of the first `reused` tokens were computed for another
     request. The first `exact` tokens were computed in the same prefill chunks as if the request
-    were alone. Times are of the monotonic clock.
+    were alone. `load` is the read of a prefix from disk that the request waits for, and `saved` are
+    the segment files with the keys and values of its first tokens. Times are of the monotonic
+    clock.
     """
 
     number: int
@@ -43,6 +47,8 @@ class Sequence:
     computed: int = 0
     reused: int = 0
     exact: int = 0
+    load: PromptLoad | None = None
+    saved: tuple[Segment, ...] = ()
     begun: bool = False  # a pass has computed some of its tokens
     cancelled: bool = False
     finished: bool = False
@@ -134,7 +140,7 @@ class Sequence:
 
         `cache` is the new, empty KV cache.
         """
-        self.cache, self.computed, self.exact = cache, 0, 0
+        self.cache, self.computed, self.exact, self.saved = cache, 0, 0, ()
         if self.scores is not None:
             self.scores.clear()
 

@@ -104,6 +104,7 @@ def model_stats(engine: ContinuousEngine) -> dict[str, Any]:
             "limit_bytes": prefixes.limit,
             "evicted": prefixes.evicted,
         },
+        **({} if admission.prompts is None else {"prompt_cache": admission.prompts.stats()}),
         "experts": {
             "policy": stats.policy,
             "kernels": stats.kernels,
