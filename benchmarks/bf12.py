@@ -4,8 +4,8 @@
 
 MODEL is a folder of safetensors in bfloat16. Its pack in bf12 is made in --pack if it is not there
 (default: beside the model). Each row has one share of MODEL's experts as bytes of slots, which both
-get. Processes come in turns; each fills its slots with a few prompts, computes a prompt, and
-decodes random tokens. Ratios have intervals over rounds.
+get; at 100 % both have a slot for each expert. Processes come in turns; each fills its slots with a
+few prompts, computes a prompt, and decodes random tokens. Ratios have intervals over rounds.
 
 A first table describes the exponents: their entropy, the share of weights that have one of the 16
 most frequent ones of their matrix, and the used part of the room for others, at most.

@@ -93,7 +93,8 @@ INLINE void multiply_rounded(
     const Matrix& matrix, const Product& p, const BFloat16* x_rows, uint8_t* scratch,
     const uint8_t* next) {
     // Decoded weights need room beside them, and more of it in float32.
-    const int64_t K = p.inputs, most = matrix.format->multiply_pairs ? PAIR_INPUTS : PAIR_INPUTS / 2;
+    const int64_t most = matrix.format->multiply_pairs ? PAIR_INPUTS : PAIR_INPUTS / 2;
+    const int64_t K = p.inputs;
     BFloat16* memory = (BFloat16*)aligned(scratch);
     uint8_t* place = scratch + 2 * most * up_rounded(K, PAIRED) * PAIRED + 64;
     for (int64_t j = p.entries.start; j < p.entries.stop; j += most) {

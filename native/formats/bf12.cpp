@@ -2,9 +2,9 @@
 //
 // A row has the signs and mantissas of all weights, one a byte, then the 4-bit codes of their
 // exponents, two neighbours a byte. 64 weights lie in an order in which neighbours of 16 bytes,
-// joined byte by byte with a second vector, are neighbours again; 32 at the end of a row lie as they
-// are. A few weights, whose exponents have no code, are in a list of the whole matrix: number in its
-// row, and weight.
+// joined byte by byte with a second vector, are neighbours again; 32 at the end of a row lie as
+// they are. A few weights, whose exponents have no code, are in a list of the whole matrix: number
+// in its row, and weight.
 #include "../encoded.hpp"
 #include "product.hpp"
 
@@ -190,7 +190,9 @@ template <bool INSTRUCTION, int N>
         Span spans[N];
         for (; at + SPAN <= stop; at += SPAN) {
             const uint8_t* place = ahead + at / SPAN * (N * SPAN_BYTES);
-            each<N * SPAN_BYTES / 64>([&](auto line) INLINE_LAMBDA { prefetch(place + 64 * line); });
+            each<N * SPAN_BYTES / 64>([&](auto line) INLINE_LAMBDA {
+                prefetch(place + 64 * line);
+            });
             each<N>([&](auto n) INLINE_LAMBDA {
                 spans[n] = decode_span(codes + n * matrix.row_bytes, K, at, exponents);
             });

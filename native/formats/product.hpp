@@ -160,7 +160,8 @@ void multiply(RowsCall* call) {
 // many planes of bytes, or of float32.
 template <class F, int PLANES = 0>
 constexpr Format format_of() {
-    if constexpr (PLANES == 0) return {0, multiply<F>, expand<F, float>, nullptr, nullptr, 0, nullptr};
+    if constexpr (PLANES == 0)
+        return {0, multiply<F>, expand<F, float>, nullptr, nullptr, 0, nullptr};
     else if constexpr (!ORDERED<F>)
         return {PLANES, multiply_panels<F, PLANES>, expand<F, float>, nullptr, nullptr, 0, nullptr};
     else

@@ -76,3 +76,13 @@ def test_room_is_used_to_the_last_place() -> None:
     bits = np.arange(17, 17 + 64, dtype=np.uint16)[None] << 7
     assert encoded(bits, 48) is not None
     assert encoded(bits, 47) is None
+
+
+def test_damaged_lists_change_weights_only() -> None:
+    random = np.random.default_rng(3)
+    parts = encoded(random.integers(0, 1 << 16, (6, 96)).astype(np.uint16) & 0xBFFF | 0x3C00)
+    assert parts is not None
+    for _ in range(50):
+        parts[1][:] = random.integers(-9, 40, parts[1].shape)
+        parts[3][:] = random.integers(-(2**31), 2**31, parts[3].shape)
+        assert decoded(parts).shape == (6, 96)

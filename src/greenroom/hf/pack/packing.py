@@ -105,8 +105,6 @@ def pack(
         raise UnknownName("kind of experts", kind, KINDS)
     if segments < 1:
         raise UsageError(f"--segments must be at least 1, got {segments}")
-    if segments > 1 and kind == "bf12":
-        raise UsageError("--experts bf12 and --segments exclude each other: leave out one of them")
     if precision is not None and precision not in PRECISIONS:
         raise UnknownName("miss precision", precision, PRECISIONS)
     if precision is not None and segments > 1:
@@ -191,6 +189,10 @@ class _Job:
         module = self.skeleton.model.get_submodule(name)
         target, cutting, low_copy = target_layout(self.kind, source, module, name), None, None
         if self.segments > 1:
+            if self.kind == "bf12":
+                raise UsageError(
+                    "--experts bf12 and --segments exclude each other: leave out one of them"
+                )
             cutting = Cutting.of(module, target)
             target = cutting.segments(self.segments, name)
         packer = ExpertPacker(self.kind, source, target, bool(module.is_transposed), name, cutting)

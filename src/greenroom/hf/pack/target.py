@@ -174,8 +174,8 @@ class ExpertPacker:
         """Encode one expert, in batches of rows.
 
         `source` and `target` return the tensor at a place of the source's and the packed expert's
-        layout; `expert` is the expert's number, for messages. Raises CheckpointError if a weight is
-        infinite or NaN.
+        layout; `expert` is the expert's number, for messages. Raises CheckpointError for weights
+        that the encoding cannot store: infinite or NaN ones, or for bf12 too many rare exponents.
         """
         if self.cutting is None:
             self._encode(source, target, expert)

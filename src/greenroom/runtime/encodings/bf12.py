@@ -47,10 +47,14 @@ def decode(codes: Tensor, ends: Tensor, exponents: Tensor, escapes: Tensor) -> T
     last = columns // SPAN * SPAN
     spans = bits[:, :last].unflatten(1, (-1, SPAN))[:, :, _PLACES.to(codes.device)].flatten(1)
     bits = torch.cat([spans, bits[:, last:]], 1)
-    counts = ends[:, 0].diff(prepend=ends.new_zeros(1))
-    listed = escapes[0, : int(ends[-1, 0])]
+    # Damaged ends and columns are as harmless here as in compiled kernels.
+    last_of_row = ends[:, 0].clamp(0, escapes.shape[1]).cummax(0).values
+    listed = escapes[0, : int(last_of_row[-1])]
+    counts = last_of_row.diff(prepend=ends.new_zeros(1))
     row = torch.repeat_interleave(torch.arange(rows, device=codes.device), counts)
-    bits[row, listed.long() & 0xFFFF] = listed >> 16 & 0xFFFF
+    column = listed.long() & 0xFFFF
+    inside = column < columns
+    bits[row[inside], column[inside]] = (listed >> 16 & 0xFFFF)[inside]
     # An int32 above 2^15 wraps to the int16 with the same bits.
     return bits.to(torch.int16).view(torch.bfloat16)
 

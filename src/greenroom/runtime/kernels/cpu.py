@@ -55,7 +55,7 @@ class CpuStep(base.KernelStep):
 
     __slots__ = (
         *("addresses", "buffer", "input", "kernel", "left", "narrow", "out", "packed", "plan"),
-        *("pairs", "result", "routing_call", "sums"),
+        *("pairs", "result", "routing_call", "sums", "wide"),
     )
     supports_segments = True
 
@@ -73,6 +73,7 @@ class CpuStep(base.KernelStep):
         self.narrow = narrow
         wide = (x if narrow else x.float()).contiguous()
         self.input = wide  # kept alive: kernel entries read it until the last group
+        self.wide: Tensor | None = None if narrow else wide
         self.packed: dict[int, Tensor] = {}  # the input packed as integers, by planes
         (tokens, top_k), entries, count = routing.shape, len(routing.rows), len(routing.experts)
         act = entries * layer.width
@@ -246,12 +247,15 @@ class CpuStep(base.KernelStep):
         scratch, scratch_bytes = self.kernel.scratch(plan.scratch)
         x, mid, act, out = self.addresses
         call = plan.group_type.from_buffer_copy(plan.group_template)
-        call.routing, call.narrow = ctypes.addressof(self.routing_call), self.narrow
+        narrow = self.narrow and (len(self.x) == 1 or plan.multiplies_pairs)
+        if self.narrow and not narrow:  # low-precision copies of experts whose matrices take rows
+            x = self._wide_input().data_ptr()
+        call.routing, call.narrow = ctypes.addressof(self.routing_call), narrow
         call.pairs = self.pairs
         call.up, call.down, call.accumulate = up, down, accumulate
         call.sequential_rows = self.kernel.sequential_rows
         call.x, call.mid, call.act, call.out = x, mid, act, out
-        if up and plan.up_planes and not self.narrow:
+        if up and plan.up_planes and not narrow:
             call.packed = self._packed(plan.up_planes)
         call.scratch, call.scratch_bytes, call.count = scratch, scratch_bytes, count
         call.experts, call.slots, call.finished = first, first + 8 * count, first + 16 * count
@@ -260,9 +264,16 @@ class CpuStep(base.KernelStep):
     def _packed(self, planes: int) -> int:
         """Return the address of the input packed as integers; threads pack one token themselves."""
         if planes not in self.packed:
-            self.packed[planes] = torch.empty_like(self.input)
-            pack_rows(self.input, self.packed[planes], planes)
+            wide = self._wide_input()
+            self.packed[planes] = torch.empty_like(wide)
+            pack_rows(wide, self.packed[planes], planes)
         return self.packed[planes].data_ptr()
+
+    def _wide_input(self) -> Tensor:
+        """Return the input in float32; it is kept as long as kernels may read it."""
+        if self.wide is None:
+            self.wide = self.input.float()
+        return self.wide
 
     def _activate(self, plan: CpuLayerPlan, layer: LayerExperts, experts: Sequence[int]) -> None:
         """Apply the module's own activation, expert by expert, as eager does."""

@@ -8,9 +8,10 @@ import torch
 
 from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.native.library import library
+from greenroom.runtime.kernels.routing import Routing
 from tests.runtime.kernels.codes import Coded, Style
 from tests.runtime.kernels.native.variants import PAIR_FORMS, pair_form
-from tests.runtime.kernels.toys import compute, experts, inputs
+from tests.runtime.kernels.toys import EXPERTS, compute, experts, inputs
 
 BF12 = Style("bf12", share=(1, 1 << 20))
 FORMS = PAIR_FORMS[library().variant]
@@ -48,3 +49,23 @@ def test_damaged_lists_change_nothing_but_products(seed: int) -> None:
     for tokens in (1, 2, 20):
         case = inputs(torch.bfloat16, tokens, hidden=96, seed=tokens)
         assert compute(kernel, layer, coded.places, *case).shape == (tokens, 96)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 33])
+@pytest.mark.parametrize("exact", ["plain", "bf12"])
+def test_low_precision_copies_take_the_inputs_of_pairs(exact: str, tokens: int) -> None:
+    """A step of bfloat16 pairs, some of whose experts are computed from int8 copies."""
+    module = experts("qwen3_moe", torch.bfloat16, 128, 192)
+    int8 = Style("int8", "float16", (1, 64))
+    low = Coded(module, int8, int8)
+    layer = low.plain if exact == "plain" else Coded(module, BF12, BF12).layer
+    kernel = CpuKernel("native")
+    x, index, weights = inputs(torch.bfloat16, tokens, hidden=128, seed=tokens)
+    routing = Routing.of(index.numpy(), EXPERTS)
+    numbers = routing.experts.tolist()
+    slots = [low.places[expert] for expert in numbers]
+    step = kernel.begin(layer, x, routing, weights)
+    alone = kernel.begin(low.layer, x, routing, weights)
+    step.compute_from(numbers, slots, low.layer)
+    alone.compute_group(numbers, slots)
+    assert torch.equal(step.combine(), alone.combine())
