@@ -198,6 +198,18 @@ def test_the_thread_ends_with_the_model(load: Callable[..., Any], folder: Any) -
     assert not thread.is_alive()
 
 
+def test_the_exit_of_a_forked_child_leaves_the_thread_alone(
+    load: Callable[..., Any], sensor: FakeSensor
+) -> None:
+    room = load(memory="60GiB").greenroom
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.os, "getpid", lambda: -1)  # as in the child
+        room.pressure.stop()
+    assert sensor.readings.empty()
+    sensor.report(SHORT)
+    assert room.stats().pressure["shrinks"] == 1
+
+
 def test_a_closed_cache_is_left_alone(load: Callable[..., Any], sensor: FakeSensor) -> None:
     model = load(memory="60GiB")
     model.greenroom.driver.close()

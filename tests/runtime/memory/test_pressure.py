@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import threading
 import time
 from collections.abc import Iterator
@@ -93,6 +95,20 @@ def test_waiting_ends_after_its_time_and_at_once_when_it_is_stopped() -> None:
         begin = time.monotonic()
         sensor.wait(600.0)  # it stays stopped
         assert time.monotonic() - begin < 60
+    finally:
+        sensor.close()
+
+
+def test_a_forked_child_does_not_end_its_parents_wait() -> None:
+    sensor = PressureSensor()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module.os, "getpid", lambda: -1)  # as in the child
+            sensor.stop_waiting()
+        assert not select.select([sensor._wake_end], [], [], 0)[0]
+        os.write(sensor._wake, b"\0")
+        sensor.wait(600.0)
+        assert not select.select([sensor._wake_end], [], [], 0)[0]  # the next one waits
     finally:
         sensor.close()
 

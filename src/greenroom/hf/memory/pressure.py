@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -95,7 +96,7 @@ class PressureWatcher:
         """
         self._driver, self._slots, self._lock = driver, slots, lock
         self._sensor = PressureSensor() if sensor is None else sensor
-        self._ends, self._on_growth = False, on_growth
+        self._ends, self._on_growth, self._pid = False, on_growth, os.getpid()
         self._end_lock = threading.RLock()  # a finaliser may call `stop` in any thread
         self.changes: deque[CacheChange] = deque(maxlen=CHANGES)
         self._shrinks = self._growths = self._released = 0
@@ -110,7 +111,12 @@ class PressureWatcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, after a resize that is under way. A second call does nothing."""
+        """End the thread, after a resize that is under way. A second call does nothing.
+
+        In a forked child, which has no such thread, it does nothing either.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._end_lock:
             if self._ends:
                 return

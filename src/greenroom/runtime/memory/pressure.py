@@ -36,7 +36,9 @@ class PressureSensor:
         self._at = time.monotonic()
         groups = cgroups()
         self._hits, self._stalls = self._count(groups)
+        self._pid, self._stopped = os.getpid(), False
         self._wake_end, self._wake = os.pipe()
+        os.set_blocking(self._wake_end, False)
         self._poll = select.poll()
         self._poll.register(self._wake_end, select.POLLIN)
         self._triggers: list[int] = []
@@ -78,12 +80,22 @@ class PressureSensor:
 
     def wait(self, seconds: float) -> None:
         """Wait for some seconds, or until processes wait for memory, or until `stop_waiting`."""
+        if self._stopped:
+            return
         for handle, event in self._poll.poll(seconds * 1000):
-            if event & select.POLLERR and handle != self._wake_end:  # the cgroup was removed
+            if handle == self._wake_end:
+                os.read(handle, 4096)
+            elif event & select.POLLERR:  # the cgroup was removed
                 self._poll.unregister(handle)
 
     def stop_waiting(self) -> None:
-        """End a `wait` of another thread, and all later ones."""
+        """End a `wait` of another thread, and all later ones.
+
+        A forked child shares the pipe, so it does nothing there.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._stopped = True
         os.write(self._wake, b"\0")
 
     def close(self) -> None:
