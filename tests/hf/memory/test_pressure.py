@@ -210,6 +210,53 @@ def test_the_exit_of_a_forked_child_leaves_the_thread_alone(
     assert room.stats().pressure["shrinks"] == 1
 
 
+def test_what_fails_once_is_tried_again(
+    load: Callable[..., Any], sensor: FakeSensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = load(memory="60GiB").greenroom
+    full = room.capacity
+    sensor.error = OSError("no file")
+    for _ in range(2):
+        sensor.report(SHORT)
+    assert room.capacity == full
+    assert len([each for each in caplog.records if each.exc_info]) == 1
+    sensor.error, sensor.unreadable = None, True
+    sensor.report(SHORT)
+    assert room.capacity == full
+    sensor.unreadable = False
+    sensor.report(SHORT)
+    assert room.capacity < full
+    room.on_growth = lambda: 1 / 0
+    for _ in range(40):
+        sensor.report(PLENTY, CALM_S)
+    assert room.capacity == full
+
+
+def test_a_thread_that_cannot_go_on_lifts_the_limit(
+    load: Callable[..., Any], sensor: FakeSensor
+) -> None:
+    room = load(memory="60GiB").greenroom
+    full = room.capacity
+    sensor.report(SHORT)
+    assert room.capacity < full
+    sensor.wait_error = OSError("no file")
+    sensor.readings.put(MemoryReading(9.0, SHORT, 0))
+    room.pressure._thread.join(PATIENCE)
+    assert sensor.closed
+    assert room.capacity == full
+
+
+def test_a_growth_is_told_after_the_lock_is_released(
+    load: Callable[..., Any], sensor: FakeSensor
+) -> None:
+    room = load(memory="60GiB").greenroom
+    sensor.report(SHORT)
+    held = []
+    room.on_growth = lambda: held.append(room._resize_lock.locked())
+    sensor.report(PLENTY, CALM_S)
+    assert held == [False]
+
+
 def test_a_closed_cache_is_left_alone(load: Callable[..., Any], sensor: FakeSensor) -> None:
     model = load(memory="60GiB")
     model.greenroom.driver.close()

@@ -38,6 +38,7 @@ class Made:
         """Whether processes have waited, so many seconds after the last reading."""
         self.now += seconds
         reading = self.sensor.read()
+        assert reading is not None
         assert reading.at == self.now
         return reading.stalled
 
@@ -66,13 +67,33 @@ def test_a_limit_that_was_reached_is_a_stall(made: Made) -> None:
 
 
 def test_the_narrowest_memory_counts(made: Made) -> None:
-    machine = made.sensor.read().free
-    assert machine > 1 << 20
+    machine = made.sensor.read()
+    assert machine is not None
+    assert machine.free > 1 << 20
     made.write("job/memory.max", str(5 << 20))
     made.write("job/memory.current", str(4 << 20))
     reading = made.sensor.read()
+    assert reading is not None
     assert reading.free == 1 << 20
     assert reading.resident > 1 << 20
+
+
+def test_a_reading_without_its_cgroup_or_own_size_does_not_count(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.write("job/memory.max", str(5 << 20))
+    made.write("job/memory.current", str(4 << 20))
+    assert made.sensor.read() is not None
+    group = made.group
+    made.sensor._cgroups = list
+    assert made.sensor.read() is None
+    made.sensor._cgroups = lambda: [group]
+    made.write("job/memory.max", "")
+    assert made.sensor.read() is None
+    made.write("job/memory.max", "max")  # the limit was taken away
+    assert made.sensor.read() is not None
+    monkeypatch.setattr(module, "own_rss_bytes", lambda: 0)
+    assert made.sensor.read() is None
 
 
 def test_files_that_are_missing_or_strange_count_as_no_wait(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -12,7 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from greenroom.amounts import show_bytes
-from greenroom.core.cache.pressure import CacheSize, MemoryReading, PressureRule, reserve_for
+from greenroom.core.cache.pressure import (
+    LONGEST_S,
+    CacheSize,
+    MemoryReading,
+    PressureRule,
+    reserve_for,
+)
 from greenroom.errors import ClosedError, GreenroomError
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.memory.pressure import PressureSensor
@@ -92,7 +99,7 @@ class PressureWatcher:
 
         budget:    memory budget of the process in bytes, if it has one
         lock:      held while the cache is resized
-        on_growth: called in the thread after the cache has grown
+        on_growth: called in the thread after the cache has grown, without the lock
         """
         self._driver, self._slots, self._lock = driver, slots, lock
         self._sensor = PressureSensor() if sensor is None else sensor
@@ -103,6 +110,7 @@ class PressureWatcher:
         self._shortage = ""
         self._slot_bytes = slot_bytes
         reading = self._sensor.read()
+        assert reading is not None  # the first one
         to_take = driver.scheduler.view.free_slots * slot_bytes
         if budget is not None:
             to_take = max(0, budget - reading.resident)
@@ -143,24 +151,52 @@ class PressureWatcher:
         }
 
     def _run(self) -> None:
+        wait_s, failed = 0.0, False
         try:
-            wait_s = 0.0
             while not self._ends:
                 self._sensor.wait(wait_s)
-                with self._lock:
-                    if self._ends or (slots := self._slots()) is None:
+                try:
+                    if (wait_s := self._react()) < 0:
                         return
-                    wait_s = self._react(slots)
-        except ClosedError:
-            return  # the cache was closed
+                except ClosedError:
+                    return  # the cache was closed
+                except Exception:
+                    if not failed:
+                        log.exception("free memory is not watched for a moment")
+                    wait_s, failed = LONGEST_S, True
+        except Exception:
+            log.exception("free memory is not watched any more")
+            self._lift_limit()
         finally:
             with self._end_lock:
                 self._ends = True
                 self._sensor.close()
 
-    def _react(self, slots: LimitedSlots) -> float:
+    def _lift_limit(self) -> None:
+        """Give the cache its full size, since nobody would do it later."""
+        with self._lock, contextlib.suppress(GreenroomError):
+            if not self._ends and (slots := self._slots()) is not None:
+                slots.limit_slots(slots.full_slots())
+
+    def _react(self) -> float:
+        """Resize the cache if necessary; return the seconds until the next reading.
+
+        They are negative when there is nothing to watch any more.
+        """
+        growths = self._growths
+        with self._lock:
+            if self._ends or (slots := self._slots()) is None:
+                return -1.0
+            wait_s = self._decide(slots)
+        if self._growths > growths:
+            self._on_growth()
+        return wait_s
+
+    def _decide(self, slots: LimitedSlots) -> float:
         """Resize the cache as the rule decides; return the seconds until the next reading."""
         scheduler, reading = self._driver.scheduler, self._sensor.read()
+        if reading is None:
+            return LONGEST_S
         before = scheduler.capacity
         parts = self._driver.pieces.split or self._driver.pieces.copies
         unfilled = 0 if parts is not None else scheduler.view.free_slots
@@ -195,4 +231,3 @@ class PressureWatcher:
         elif now > before:
             self._growths += 1
             log.info("the expert cache grows from %d to %d slots", before, now)
-            self._on_growth()

@@ -42,6 +42,7 @@ class PressureSensor:
         self._poll = select.poll()
         self._poll.register(self._wake_end, select.POLLIN)
         self._triggers: list[int] = []
+        self._resident, self._readable = 0, set[Path]()  # at the last reading
         own_group = [each.folder / PRESSURE_FILE for each in groups[:1]]
         for path in (pressure, *own_group):
             with contextlib.suppress(OSError):  # no PSI, or no right
@@ -62,15 +63,24 @@ class PressureSensor:
             raise
         self._triggers.append(trigger)
 
-    def read(self) -> MemoryReading:
-        """Return the free memory now, and whether processes have waited since the last call."""
-        groups, now = self._cgroups(), time.monotonic()
+    def read(self) -> MemoryReading | None:
+        """Return the free memory now, and whether processes have waited since the last call.
+
+        None, but never at the first call, if the process's size or the limit of a cgroup cannot be
+        read any more: what is left would be wrong.
+        """
+        groups, now, resident = self._cgroups(), time.monotonic(), own_rss_bytes()
+        readable = {each.folder for each in groups if each.is_readable()}
+        missing = self._readable.intersection(each.folder for each in groups) - readable
+        if (self._resident and not resident) or missing or (self._readable and not groups):
+            return None
+        self._resident, self._readable = resident, readable
         hits, stalls = self._count(groups)
         limit_s = STALL_SHARE * (now - self._at)
         waited = any(s - self._stalls.get(path, s) > limit_s for path, s in stalls.items())
         hit = any(n > self._hits.get(path, n) for path, n in hits.items())
         self._at, self._hits, self._stalls = now, hits, stalls
-        return MemoryReading(now, available_bytes(groups), own_rss_bytes(), waited or hit)
+        return MemoryReading(now, available_bytes(groups), resident, waited or hit)
 
     def _count(self, groups: Sequence[MemoryCgroup]) -> tuple[dict[Path, int], dict[Path, float]]:
         """Count so far, by file: limits that were reached, and seconds of waiting for memory."""
