@@ -59,6 +59,21 @@ def test_a_growing_process_is_met_before_memory_is_short() -> None:
     assert one.decide(reading(0.1, 380), FULL) == 68  # 80 bytes forecast, 120 missing
 
 
+def test_a_reading_soon_after_another_one_makes_no_pace_of_noise() -> None:
+    """20 bytes in 2 ms are no 10,000 a second: at most 200, the pace over 0.1 s."""
+    one = rule()
+    assert one.decide(reading(0, 400), FULL) == 80
+    assert one.decide(reading(0.002, 380), FULL) == 80
+    assert one.decide(reading(0.05, 320), FULL) == 68  # 800 a second: 80 bytes are left
+
+
+def test_readings_in_quick_succession_still_show_a_pace() -> None:
+    """1,000 bytes a second: after 0.12 s, 350 are free and 50 forecast."""
+    one = rule()
+    slots = [one.decide(reading(n * 0.03, 470 - 30 * n), FULL) for n in range(5)]
+    assert slots == [80, 80, 80, 80, 65]
+
+
 def test_what_this_process_takes_is_no_growth_of_others() -> None:
     one = rule()
     assert one.decide(reading(0, 480, resident=0), FULL) == 80

@@ -11,6 +11,7 @@ from math import ceil
 
 GIB = 1 << 30
 LEAST_RESERVE, MOST_RESERVE = 16 << 20, GIB
+PACE_S = 0.1  # shortest time over which the pace of other processes is measured
 HORIZON_S = 0.3  # from a reading to the end of the release that it causes
 FASTEST = 4 * GIB  # bytes a second that a process is assumed to take at most
 SHORTEST_S, LONGEST_S = 0.05, 0.5  # between two readings
@@ -82,6 +83,7 @@ class PressureRule:
         self.reserve, self._slot_bytes = reserve, slot_bytes
         self.calm_s = CALM_S
         self._last: MemoryReading | None = None
+        self._base: MemoryReading | None = None  # from which the pace is measured
         self._short_at = self._grown_at = float("-inf")
         self._growth = 0.0  # bytes a second that other processes take
 
@@ -114,12 +116,17 @@ class PressureRule:
 
     def _update_growth(self, reading: MemoryReading) -> None:
         """Estimate how fast other processes take memory; what this one takes does not count."""
-        last, self._last = self._last, reading
-        if last is None or reading.at <= last.at:
-            self._growth = 0.0
+        base, self._last = self._base, reading
+        if base is None or reading.at < base.at:
+            self._base, self._growth = reading, 0.0
             return
-        difference = (last.free + last.resident) - (reading.free + reading.resident)
-        self._growth = max(0.0, difference / (reading.at - last.at))
+        difference = (base.free + base.resident) - (reading.free + reading.resident)
+        seconds = reading.at - base.at
+        growth = max(0.0, difference / max(seconds, PACE_S))
+        if seconds < PACE_S:  # noise of a few megabytes in 2 ms is no pace
+            self._growth = max(self._growth, growth)
+            return
+        self._base, self._growth = reading, growth
 
     def _forecast(self, reading: MemoryReading) -> float:
         return reading.free - self._growth * HORIZON_S
