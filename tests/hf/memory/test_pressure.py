@@ -130,6 +130,19 @@ def test_keys_and_values_take_slots_while_the_cache_is_limited(
     assert room.capacity == full
 
 
+def test_slots_that_keys_and_values_left_free_are_not_taken_without_a_shortage(
+    load: Callable[..., Any], sensor: FakeSensor
+) -> None:
+    room = load(memory="60GiB").greenroom
+    full = room.capacity
+    assert full == room.slot_budget.full_slots()
+    room.driver.resize(full - 1)  # less than the gain for which the budget adds slots
+    for _ in range(3):
+        sensor.report(PLENTY, CALM_S)
+    assert room.capacity == full - 1
+    assert not room.pressure.changes
+
+
 def test_a_fixed_size_is_kept_unless_it_is_told_otherwise(load: Callable[..., Any]) -> None:
     for options in ({"cache": "50%"}, {"cache": "50%", "pressure": "off"},
                     {"memory": "60GiB", "pressure": "off"}):  # fmt: skip

@@ -39,6 +39,10 @@ class LimitedSlots(Protocol):
 
     min_slots: int
 
+    @property
+    def limited(self) -> bool:
+        """Return whether the number is limited now."""
+
     def full_slots(self) -> int:
         """Return the number of slots without a limit."""
 
@@ -51,6 +55,10 @@ class FixedSlots:
 
     def __init__(self, driver: Driver, slots: int, min_slots: int) -> None:
         self._driver, self._slots, self.min_slots = driver, slots, min(min_slots, slots)
+
+    @property
+    def limited(self) -> bool:
+        return self._driver.scheduler.capacity < self._slots
 
     def full_slots(self) -> int:
         return self._slots
@@ -200,7 +208,9 @@ class PressureWatcher:
         before = scheduler.capacity
         parts = self._driver.pieces.split or self._driver.pieces.copies
         unfilled = 0 if parts is not None else scheduler.view.free_slots
-        size = CacheSize(slots.min_slots, slots.full_slots(), before, before - unfilled)
+        # Without a limit the cache has the size that keys and values left it: it stays.
+        full = slots.full_slots() if slots.limited else before
+        size = CacheSize(slots.min_slots, full, before, before - unfilled)
         target = self._rule.decide(reading, size)
         if target != before:
             self._resize(slots, target, reading)
