@@ -16,7 +16,7 @@ import torch
 import greenroom
 from greenroom.core.cache.pins import Pins, Task
 from greenroom.core.cache.pressure import CALM_S, MemoryReading
-from greenroom.errors import BudgetError, UsageError
+from greenroom.errors import BudgetError, DeviceError, UsageError
 from greenroom.hf.memory import pressure as module
 from greenroom.hf.model.skeleton import ModelSkeleton
 from tests.hf.memory.sensor import PATIENCE, PLENTY, SHORT, FakeSensor
@@ -87,14 +87,19 @@ def test_the_cache_shrinks_to_its_fewest_slots_and_returns(
     assert counts["cause"] == "only 0 B of memory was free"
 
 
+@pytest.mark.parametrize("options", [{"cache": "100%", "pressure": "on"}, {"memory": "60GiB"}])
 def test_every_layer_keeps_a_slot_beside_its_pinned_experts(
-    load: Callable[..., Any], folder: Any, sensor: FakeSensor, tmp_path: Path
+    load: Callable[..., Any],
+    folder: Any,
+    sensor: FakeSensor,
+    tmp_path: Path,
+    options: dict[str, Any],
 ) -> None:
     """Of nine slots in equal shares, the first layer has five: one beside four pinned experts."""
     offsets = ModelSkeleton.of(folder).catalog.offsets
     pins, task = tmp_path / "pins.json", Task(np.arange(4), np.ones(offsets[-1]))
     pins.write_text(json.dumps(Pins({"a": task}, tuple(offsets)).as_json()))
-    model = load(cache="100%", pressure="on", scope="per-layer", pin=str(pins))
+    model = load(scope="per-layer", pin=str(pins), **options)
     expected = answer(model)
     for _ in range(12):
         sensor.report(SHORT, 0.05)
@@ -268,6 +273,33 @@ def test_a_growth_is_told_after_the_lock_is_released(
     room.on_growth = lambda: held.append(room._resize_lock.locked())
     sensor.report(PLENTY, CALM_S)
     assert held == [False]
+
+
+def test_a_resize_that_fails_again_and_again_is_told_once(
+    load: Callable[..., Any],
+    sensor: FakeSensor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    room = load(memory="60GiB").greenroom
+    full = room.capacity
+    for _ in range(8):
+        sensor.report(SHORT)
+    fewest = room.capacity
+
+    def fail(slots: int) -> None:
+        raise DeviceError("no memory for slots")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(room.driver, "resize", fail)
+        for _ in range(6):
+            sensor.report(PLENTY, CALM_S)
+        assert len([each for each in caplog.records if "keeps its" in each.message]) == 1
+        assert room.capacity == fewest
+        assert room.slot_budget.limited
+    for _ in range(40):
+        sensor.report(PLENTY, CALM_S)
+    assert room.capacity == full
 
 
 def test_a_closed_cache_is_left_alone(load: Callable[..., Any], sensor: FakeSensor) -> None:

@@ -53,8 +53,10 @@ class LimitedSlots(Protocol):
 class FixedSlots:
     """Slots of an expert cache of fixed size, which may be limited for a time."""
 
-    def __init__(self, driver: Driver, slots: int, min_slots: int) -> None:
-        self._driver, self._slots, self.min_slots = driver, slots, min(min_slots, slots)
+    min_slots = 1
+
+    def __init__(self, driver: Driver, slots: int) -> None:
+        self._driver, self._slots = driver, slots
 
     @property
     def limited(self) -> bool:
@@ -100,6 +102,7 @@ class PressureWatcher:
         budget: int | None,
         slots: Callable[[], LimitedSlots | None],
         lock: threading.Lock,
+        min_slots: int = 1,
         sensor: PressureSensor | None = None,
         on_growth: Callable[[], None] = lambda: None,
     ) -> None:
@@ -107,6 +110,7 @@ class PressureWatcher:
 
         budget:    memory budget of the process in bytes, if it has one
         lock:      held while the cache is resized
+        min_slots: least number of slots, if that of the slots is not more
         on_growth: called in the thread after the cache has grown, without the lock
         """
         self._driver, self._slots, self._lock = driver, slots, lock
@@ -115,8 +119,8 @@ class PressureWatcher:
         self._end_lock = threading.RLock()  # a finaliser may call `stop` in any thread
         self.changes: deque[CacheChange] = deque(maxlen=CHANGES)
         self._shrinks = self._growths = self._released = 0
-        self._shortage = ""
-        self._slot_bytes = slot_bytes
+        self._shortage, self._warned = "", False
+        self._slot_bytes, self._min_slots = slot_bytes, min_slots
         reading = self._sensor.read()
         assert reading is not None  # the first one
         to_take = driver.scheduler.view.free_slots * slot_bytes
@@ -210,7 +214,8 @@ class PressureWatcher:
         unfilled = 0 if parts is not None else scheduler.view.free_slots
         # Without a limit the cache has the size that keys and values left it: it stays.
         full = slots.full_slots() if slots.limited else before
-        size = CacheSize(slots.min_slots, full, before, before - unfilled)
+        least = max(self._min_slots, slots.min_slots)
+        size = CacheSize(least, full, before, before - unfilled)
         target = self._rule.decide(reading, size)
         if target != before:
             self._resize(slots, target, reading)
@@ -225,9 +230,11 @@ class PressureWatcher:
         except ClosedError:
             raise
         except GreenroomError as error:  # a layer's pinned experts, or no address space
-            log.warning("the expert cache keeps its %d slots: %s", before, error)
+            level = logging.DEBUG if self._warned else logging.WARNING  # it is tried again
+            log.log(level, "the expert cache keeps its %d slots: %s", before, error)
+            self._warned = True
             return
-        now = driver.scheduler.capacity
+        now, self._warned = driver.scheduler.capacity, False
         at, free = time.monotonic(), reading.free
         self.changes.append(CacheChange(at, before, now, free, reading.stalled))
         if now < before:
