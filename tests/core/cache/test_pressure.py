@@ -48,8 +48,17 @@ def test_a_shortage_frees_twice_the_reserve_by_at_most_a_quarter(free: int, slot
 
 def test_processes_that_wait_for_memory_double_the_mark() -> None:
     assert rule().decide(reading(0, 150), FULL) == 80
-    assert rule().decide(reading(0, 150, stalled=True), FULL) == 75
+    assert rule().decide(reading(0, 150, stalled=True), FULL) == 70
     assert rule().decide(reading(0, 200, stalled=True), FULL) == 80
+    assert rule().decide(MemoryReading(0, 150, 0, at_limit=True), FULL) == 70
+
+
+def test_a_shrink_while_processes_wait_ends_above_its_mark() -> None:
+    """250 bytes are free after it, so page cache that comes and goes causes no second one."""
+    one = rule()
+    assert one.decide(reading(0, 199, stalled=True), FULL) == 74
+    after = replace(FULL, capacity=74, filled=74)
+    assert one.decide(reading(1, 259 - 50, stalled=True), after) == 74
 
 
 def test_a_growing_process_is_met_before_memory_is_short() -> None:

@@ -93,6 +93,7 @@ def test_every_layer_keeps_a_slot_beside_its_pinned_experts(
     folder: Any,
     sensor: FakeSensor,
     tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
     options: dict[str, Any],
 ) -> None:
     """Of nine slots in equal shares, the first layer has five: one beside four pinned experts."""
@@ -104,6 +105,7 @@ def test_every_layer_keeps_a_slot_beside_its_pinned_experts(
     for _ in range(12):
         sensor.report(SHORT, 0.05)
     assert model.greenroom.capacity == 9
+    assert not [each for each in caplog.records if "keeps its" in each.message]
     assert answer(model) == expected
 
 
@@ -300,6 +302,21 @@ def test_a_resize_that_fails_again_and_again_is_told_once(
     for _ in range(40):
         sensor.report(PLENTY, CALM_S)
     assert room.capacity == full
+
+
+def test_the_cause_tells_waiting_from_a_limit(load: Callable[..., Any], sensor: FakeSensor) -> None:
+    model = load(memory="60GiB")
+    for _ in range(3):
+        answer(model)  # fills the slots
+    room = model.greenroom
+    for stalled, at_limit, words in (
+        (False, True, ", and a cgroup was at its limit"),
+        (True, True, ", and processes waited for memory"),
+    ):
+        sensor.now += 1
+        sensor.readings.put(MemoryReading(sensor.now, SHORT, 0, stalled, at_limit))
+        assert sensor.handled.acquire(timeout=PATIENCE)
+        assert room.stats().pressure["cause"] == "only 0 B of memory was free" + words
 
 
 def test_a_closed_cache_is_left_alone(load: Callable[..., Any], sensor: FakeSensor) -> None:

@@ -29,12 +29,14 @@ class MemoryReading:
     free:     bytes that processes can still take: the least of the machine and of each cgroup
     resident: resident bytes of this process
     stalled:  whether processes have waited for memory since the last reading
+    at_limit: whether a cgroup's limit was reached since then, if only by page cache
     """
 
     at: float
     free: int
     resident: int
     stalled: bool = False
+    at_limit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,11 @@ class PressureRule:
     """Decides when the expert cache shrinks and grows.
 
     - Memory is short if less than the reserve will be free in 0.3 s, as fast as other processes are
-      growing. Where processes already wait for memory, it is short below twice the reserve.
-    - The cache then shrinks until twice the reserve is free: at once, by at most a quarter of the
-      full cache at a time, never below the fewest slots with which a pass can run.
+      growing. Where processes already wait for memory, or a cgroup is at its limit, it is short
+      below twice the reserve.
+    - The cache then shrinks until twice the reserve is free, or 2.5 times the reserve if it was
+      short below twice: at once, by at most a quarter of the full cache at a time, never below the
+      fewest slots with which a pass can run.
     - After 5 s without shortage it grows by a sixteenth a second, as far as twice the reserve stays
       free once all its slots are filled.
     - A growth that turns out too early doubles the 5 s, up to 320 s. They are 5 s again after a
@@ -90,10 +94,10 @@ class PressureRule:
     def decide(self, reading: MemoryReading, size: CacheSize) -> int:
         """Return the number of slots that the cache should have after a reading."""
         self._update_growth(reading)
-        now, mark = reading.at, self.reserve * (2 if reading.stalled else 1)
-        forecast = self._forecast(reading)
-        if forecast < mark:
-            return self._shrink(now, 2 * self.reserve - forecast, size)
+        now, forecast = reading.at, self._forecast(reading)
+        least, goal = (2, 2.5) if reading.stalled or reading.at_limit else (1, 2)  # reserves
+        if forecast < least * self.reserve:
+            return self._shrink(now, goal * self.reserve - forecast, size)
         if size.capacity >= size.full:
             if now - max(self._short_at, self._grown_at) >= MOST_CALM_S:
                 self.calm_s = CALM_S

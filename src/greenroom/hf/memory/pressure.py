@@ -243,6 +243,8 @@ class PressureWatcher:
             self._shortage = f"only {show_bytes(reading.free)} of memory was free"
             if reading.stalled:
                 self._shortage += ", and processes waited for memory"
+            elif reading.at_limit:
+                self._shortage += ", and a cgroup was at its limit"
             cause = self._shortage
             log.info("the expert cache shrinks from %d to %d slots: %s", before, now, cause)
         elif now > before:

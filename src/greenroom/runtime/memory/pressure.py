@@ -80,7 +80,7 @@ class PressureSensor:
         waited = any(s - self._stalls.get(path, s) > limit_s for path, s in stalls.items())
         hit = any(n > self._hits.get(path, n) for path, n in hits.items())
         self._at, self._hits, self._stalls = now, hits, stalls
-        return MemoryReading(now, available_bytes(groups), resident, waited or hit)
+        return MemoryReading(now, available_bytes(groups), resident, waited, hit)
 
     def _count(self, groups: Sequence[MemoryCgroup]) -> tuple[dict[Path, int], dict[Path, float]]:
         """Count so far, by file: limits that were reached, and seconds of waiting for memory."""
