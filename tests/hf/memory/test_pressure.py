@@ -319,6 +319,15 @@ def test_the_cause_tells_waiting_from_a_limit(load: Callable[..., Any], sensor: 
         assert room.stats().pressure["cause"] == "only 0 B of memory was free" + words
 
 
+def test_a_watcher_that_cannot_start_closes_its_sensor(
+    load: Callable[..., Any], sensor: FakeSensor
+) -> None:
+    sensor.error = OSError("no file")
+    with pytest.raises(OSError, match="no file"):
+        load(memory="60GiB")
+    assert sensor.closed
+
+
 def test_a_closed_cache_is_left_alone(load: Callable[..., Any], sensor: FakeSensor) -> None:
     model = load(memory="60GiB")
     model.greenroom.driver.close()

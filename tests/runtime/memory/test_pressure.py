@@ -136,6 +136,29 @@ def test_a_forked_child_does_not_end_its_parents_wait() -> None:
         sensor.close()
 
 
+def test_a_sensor_that_cannot_be_made_leaves_no_file_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    pipe = os.pipe
+
+    def record() -> tuple[int, int]:
+        made.extend(ends := pipe())
+        return ends
+
+    def fail(self: PressureSensor, path: Path) -> None:
+        raise ValueError("strange")
+
+    monkeypatch.setattr(module.os, "pipe", record)
+    monkeypatch.setattr(PressureSensor, "_add_trigger", fail)
+    with pytest.raises(ValueError, match="strange"):
+        PressureSensor()
+    assert len(made) == 2
+    for each in made:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(each)
+
+
 def test_a_trigger_is_set_where_the_kernel_allows_it() -> None:
     try:
         handle = module.PRESSURE.open("r+b", buffering=0)

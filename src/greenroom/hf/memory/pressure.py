@@ -121,14 +121,24 @@ class PressureWatcher:
         self._shrinks = self._growths = self._released = 0
         self._shortage, self._warned = "", False
         self._slot_bytes, self._min_slots = slot_bytes, min_slots
+        try:
+            self._rule = PressureRule(self._reserve(budget), slot_bytes)
+            self._thread = threading.Thread(
+                target=self._run, name="greenroom-pressure", daemon=True
+            )
+            self._thread.start()
+        except BaseException:
+            self._sensor.close()
+            raise
+
+    def _reserve(self, budget: int | None) -> int:
+        """Return the bytes to leave free to others, by a first reading."""
         reading = self._sensor.read()
         assert reading is not None  # the first one
-        to_take = driver.scheduler.view.free_slots * slot_bytes
+        to_take = self._driver.scheduler.view.free_slots * self._slot_bytes
         if budget is not None:
             to_take = max(0, budget - reading.resident)
-        self._rule = PressureRule(reserve_for(reading.free, to_take), slot_bytes)
-        self._thread = threading.Thread(target=self._run, name="greenroom-pressure", daemon=True)
-        self._thread.start()
+        return reserve_for(reading.free, to_take)
 
     def stop(self) -> None:
         """End the thread, after a resize that is under way. A second call does nothing.

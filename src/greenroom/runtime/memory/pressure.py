@@ -37,16 +37,20 @@ class PressureSensor:
         groups = cgroups()
         self._hits, self._stalls = self._count(groups)
         self._pid, self._stopped = os.getpid(), False
-        self._wake_end, self._wake = os.pipe()
-        os.set_blocking(self._wake_end, False)
-        self._poll = select.poll()
-        self._poll.register(self._wake_end, select.POLLIN)
-        self._triggers: list[int] = []
         self._resident, self._readable = 0, set[Path]()  # at the last reading
-        own_group = [each.folder / PRESSURE_FILE for each in groups[:1]]
-        for path in (pressure, *own_group):
-            with contextlib.suppress(OSError):  # no PSI, or no right
-                self._add_trigger(path)
+        self._triggers: list[int] = []
+        self._poll = select.poll()
+        self._wake_end, self._wake = os.pipe()
+        try:
+            os.set_blocking(self._wake_end, False)
+            self._poll.register(self._wake_end, select.POLLIN)
+            own_group = [each.folder / PRESSURE_FILE for each in groups[:1]]
+            for path in (pressure, *own_group):
+                with contextlib.suppress(OSError):  # no PSI, or no right
+                    self._add_trigger(path)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def triggers(self) -> int:
