@@ -48,8 +48,17 @@ def test_a_shortage_frees_twice_the_reserve_by_at_most_a_quarter(free: int, slot
 
 def test_processes_that_wait_for_memory_double_the_mark() -> None:
     assert rule().decide(reading(0, 150), FULL) == 80
-    assert rule().decide(reading(0, 150, stalled=True), FULL) == 75
+    assert rule().decide(reading(0, 150, stalled=True), FULL) == 70
     assert rule().decide(reading(0, 200, stalled=True), FULL) == 80
+    assert rule().decide(MemoryReading(0, 150, 0, at_limit=True), FULL) == 70
+
+
+def test_a_shrink_while_processes_wait_ends_above_its_mark() -> None:
+    """259 bytes are free after it: others may take 50 of them without a second one."""
+    one = rule()
+    assert one.decide(reading(0, 199, stalled=True), FULL) == 74
+    after = replace(FULL, capacity=74, filled=74)
+    assert one.decide(reading(1, 209, stalled=True), after) == 74
 
 
 def test_a_growing_process_is_met_before_memory_is_short() -> None:
@@ -57,6 +66,21 @@ def test_a_growing_process_is_met_before_memory_is_short() -> None:
     one = rule()
     assert one.decide(reading(0, 480), FULL) == 80
     assert one.decide(reading(0.1, 380), FULL) == 68  # 80 bytes forecast, 120 missing
+
+
+def test_a_reading_soon_after_another_one_makes_no_pace_of_noise() -> None:
+    """20 bytes in 2 ms are no 10,000 a second: at most 200, the pace over 0.1 s."""
+    one = rule()
+    assert one.decide(reading(0, 400), FULL) == 80
+    assert one.decide(reading(0.002, 380), FULL) == 80
+    assert one.decide(reading(0.05, 320), FULL) == 68  # 800 a second: 80 bytes are left
+
+
+def test_readings_in_quick_succession_still_show_a_pace() -> None:
+    """1,000 bytes a second: after 0.12 s, 350 are free and 50 forecast."""
+    one = rule()
+    slots = [one.decide(reading(n * 0.03, 470 - 30 * n), FULL) for n in range(5)]
+    assert slots == [80, 80, 80, 80, 65]
 
 
 def test_what_this_process_takes_is_no_growth_of_others() -> None:

@@ -18,7 +18,9 @@ class FakeSensor:
         self.readings: queue.Queue[MemoryReading | None] = queue.Queue()
         self.next = MemoryReading(0.0, PLENTY, 0)
         self.now, self.handled, self.closed = 0.0, threading.Semaphore(0), False
-        self._first = True
+        self._first, self.unreadable = True, False
+        self.error: Exception | None = None  # that `read` raises
+        self.wait_error: Exception | None = None
 
     def wait(self, seconds: float) -> None:
         if not self._first:
@@ -26,9 +28,13 @@ class FakeSensor:
         self._first = False
         if (reading := self.readings.get()) is not None:
             self.next = reading
+        if self.wait_error is not None:
+            raise self.wait_error
 
-    def read(self) -> MemoryReading:
-        return self.next
+    def read(self) -> MemoryReading | None:
+        if self.error is not None:
+            raise self.error
+        return None if self.unreadable else self.next
 
     def stop_waiting(self) -> None:
         self.readings.put(None)

@@ -16,7 +16,7 @@ import torch
 import greenroom
 from greenroom.core.cache.pins import Pins, Task
 from greenroom.core.cache.pressure import CALM_S, MemoryReading
-from greenroom.errors import BudgetError, UsageError
+from greenroom.errors import BudgetError, DeviceError, UsageError
 from greenroom.hf.memory import pressure as module
 from greenroom.hf.model.skeleton import ModelSkeleton
 from tests.hf.memory.sensor import PATIENCE, PLENTY, SHORT, FakeSensor
@@ -87,18 +87,25 @@ def test_the_cache_shrinks_to_its_fewest_slots_and_returns(
     assert counts["cause"] == "only 0 B of memory was free"
 
 
+@pytest.mark.parametrize("options", [{"cache": "100%", "pressure": "on"}, {"memory": "60GiB"}])
 def test_every_layer_keeps_a_slot_beside_its_pinned_experts(
-    load: Callable[..., Any], folder: Any, sensor: FakeSensor, tmp_path: Path
+    load: Callable[..., Any],
+    folder: Any,
+    sensor: FakeSensor,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
 ) -> None:
     """Of nine slots in equal shares, the first layer has five: one beside four pinned experts."""
     offsets = ModelSkeleton.of(folder).catalog.offsets
     pins, task = tmp_path / "pins.json", Task(np.arange(4), np.ones(offsets[-1]))
     pins.write_text(json.dumps(Pins({"a": task}, tuple(offsets)).as_json()))
-    model = load(cache="100%", pressure="on", scope="per-layer", pin=str(pins))
+    model = load(scope="per-layer", pin=str(pins), **options)
     expected = answer(model)
     for _ in range(12):
         sensor.report(SHORT, 0.05)
     assert model.greenroom.capacity == 9
+    assert not [each for each in caplog.records if "keeps its" in each.message]
     assert answer(model) == expected
 
 
@@ -128,6 +135,19 @@ def test_keys_and_values_take_slots_while_the_cache_is_limited(
     for _ in range(30):
         sensor.report(PLENTY, CALM_S)
     assert room.capacity == full
+
+
+def test_slots_that_keys_and_values_left_free_are_not_taken_without_a_shortage(
+    load: Callable[..., Any], sensor: FakeSensor
+) -> None:
+    room = load(memory="60GiB").greenroom
+    full = room.capacity
+    assert full == room.slot_budget.full_slots()
+    room.driver.resize(full - 1)  # less than the gain for which the budget adds slots
+    for _ in range(3):
+        sensor.report(PLENTY, CALM_S)
+    assert room.capacity == full - 1
+    assert not room.pressure.changes
 
 
 def test_a_fixed_size_is_kept_unless_it_is_told_otherwise(load: Callable[..., Any]) -> None:
@@ -196,6 +216,116 @@ def test_the_thread_ends_with_the_model(load: Callable[..., Any], folder: Any) -
         gc.collect()
         time.sleep(0.01)
     assert not thread.is_alive()
+
+
+def test_the_exit_of_a_forked_child_leaves_the_thread_alone(
+    load: Callable[..., Any], sensor: FakeSensor
+) -> None:
+    room = load(memory="60GiB").greenroom
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.os, "getpid", lambda: -1)  # as in the child
+        room.pressure.stop()
+    assert sensor.readings.empty()
+    sensor.report(SHORT)
+    assert room.stats().pressure["shrinks"] == 1
+
+
+def test_what_fails_once_is_tried_again(
+    load: Callable[..., Any], sensor: FakeSensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = load(memory="60GiB").greenroom
+    full = room.capacity
+    sensor.error = OSError("no file")
+    for _ in range(2):
+        sensor.report(SHORT)
+    assert room.capacity == full
+    assert len([each for each in caplog.records if each.exc_info]) == 1
+    sensor.error, sensor.unreadable = None, True
+    sensor.report(SHORT)
+    assert room.capacity == full
+    sensor.unreadable = False
+    sensor.report(SHORT)
+    assert room.capacity < full
+    room.on_growth = lambda: 1 / 0
+    for _ in range(40):
+        sensor.report(PLENTY, CALM_S)
+    assert room.capacity == full
+
+
+def test_a_thread_that_cannot_go_on_lifts_the_limit(
+    load: Callable[..., Any], sensor: FakeSensor
+) -> None:
+    room = load(memory="60GiB").greenroom
+    full = room.capacity
+    sensor.report(SHORT)
+    assert room.capacity < full
+    sensor.wait_error = OSError("no file")
+    sensor.readings.put(MemoryReading(9.0, SHORT, 0))
+    room.pressure._thread.join(PATIENCE)
+    assert sensor.closed
+    assert room.capacity == full
+
+
+def test_a_growth_is_told_after_the_lock_is_released(
+    load: Callable[..., Any], sensor: FakeSensor
+) -> None:
+    room = load(memory="60GiB").greenroom
+    sensor.report(SHORT)
+    held = []
+    room.on_growth = lambda: held.append(room._resize_lock.locked())
+    sensor.report(PLENTY, CALM_S)
+    assert held == [False]
+
+
+def test_a_resize_that_fails_again_and_again_is_told_once(
+    load: Callable[..., Any],
+    sensor: FakeSensor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    room = load(memory="60GiB").greenroom
+    full = room.capacity
+    for _ in range(8):
+        sensor.report(SHORT)
+    fewest = room.capacity
+
+    def fail(slots: int) -> None:
+        raise DeviceError("no memory for slots")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(room.driver, "resize", fail)
+        for _ in range(6):
+            sensor.report(PLENTY, CALM_S)
+        assert len([each for each in caplog.records if "keeps its" in each.message]) == 1
+        assert room.capacity == fewest
+        assert room.slot_budget.limited
+    for _ in range(40):
+        sensor.report(PLENTY, CALM_S)
+    assert room.capacity == full
+
+
+def test_the_cause_tells_waiting_from_a_limit(load: Callable[..., Any], sensor: FakeSensor) -> None:
+    model = load(memory="60GiB")
+    for _ in range(3):
+        answer(model)  # fills the slots
+    room = model.greenroom
+    for stalled, at_limit, words in (
+        (False, True, ", and a cgroup was at its limit"),
+        (True, True, ", and processes waited for memory"),
+    ):
+        sensor.now += 1
+        sensor.readings.put(MemoryReading(sensor.now, SHORT, 0, stalled, at_limit))
+        assert sensor.handled.acquire(timeout=PATIENCE)
+        assert room.stats().pressure["cause"] == "only 0 B of memory was free" + words
+
+
+def test_a_watcher_that_cannot_start_closes_its_sensor(
+    load: Callable[..., Any], sensor: FakeSensor
+) -> None:
+    sensor.error = OSError("no file")
+    with pytest.raises(OSError, match="no file"):
+        load(memory="60GiB")
+    assert sensor.closed
 
 
 def test_a_closed_cache_is_left_alone(load: Callable[..., Any], sensor: FakeSensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import threading
 import time
 from collections.abc import Iterator
@@ -36,6 +38,7 @@ class Made:
         """Whether processes have waited, so many seconds after the last reading."""
         self.now += seconds
         reading = self.sensor.read()
+        assert reading is not None
         assert reading.at == self.now
         return reading.stalled
 
@@ -56,21 +59,43 @@ def test_waiting_for_a_tenth_of_the_time_is_a_stall(made: Made, name: str) -> No
     assert not made.stalled(1.0)  # none since then
 
 
-def test_a_limit_that_was_reached_is_a_stall(made: Made) -> None:
-    assert not made.stalled(0.5)
+def test_a_limit_that_was_reached_is_no_stall(made: Made) -> None:
     made.write("job/memory.events", "high 1\nmax 0\n")
-    assert made.stalled(0.5)
-    assert not made.stalled(0.5)
+    readings = [made.sensor.read() for _ in range(2)]
+    assert [(each.at_limit, each.stalled) for each in readings if each is not None] == [
+        (True, False),
+        (False, False),
+    ]
 
 
 def test_the_narrowest_memory_counts(made: Made) -> None:
-    machine = made.sensor.read().free
-    assert machine > 1 << 20
+    machine = made.sensor.read()
+    assert machine is not None
+    assert machine.free > 1 << 20
     made.write("job/memory.max", str(5 << 20))
     made.write("job/memory.current", str(4 << 20))
     reading = made.sensor.read()
+    assert reading is not None
     assert reading.free == 1 << 20
     assert reading.resident > 1 << 20
+
+
+def test_a_reading_without_its_cgroup_or_own_size_does_not_count(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.write("job/memory.max", str(5 << 20))
+    made.write("job/memory.current", str(4 << 20))
+    assert made.sensor.read() is not None
+    group = made.group
+    made.sensor._cgroups = list
+    assert made.sensor.read() is None
+    made.sensor._cgroups = lambda: [group]
+    made.write("job/memory.max", "")
+    assert made.sensor.read() is None
+    made.write("job/memory.max", "max")  # the limit was taken away
+    assert made.sensor.read() is not None
+    monkeypatch.setattr(module, "own_rss_bytes", lambda: 0)
+    assert made.sensor.read() is None
 
 
 def test_files_that_are_missing_or_strange_count_as_no_wait(tmp_path: Path) -> None:
@@ -95,6 +120,43 @@ def test_waiting_ends_after_its_time_and_at_once_when_it_is_stopped() -> None:
         assert time.monotonic() - begin < 60
     finally:
         sensor.close()
+
+
+def test_a_forked_child_does_not_end_its_parents_wait() -> None:
+    sensor = PressureSensor()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module.os, "getpid", lambda: -1)  # as in the child
+            sensor.stop_waiting()
+        assert not select.select([sensor._wake_end], [], [], 0)[0]
+        os.write(sensor._wake, b"\0")
+        sensor.wait(600.0)
+        assert not select.select([sensor._wake_end], [], [], 0)[0]  # the next one waits
+    finally:
+        sensor.close()
+
+
+def test_a_sensor_that_cannot_be_made_leaves_no_file_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    pipe = os.pipe
+
+    def record() -> tuple[int, int]:
+        made.extend(ends := pipe())
+        return ends
+
+    def fail(self: PressureSensor, path: Path) -> None:
+        raise ValueError("strange")
+
+    monkeypatch.setattr(module.os, "pipe", record)
+    monkeypatch.setattr(PressureSensor, "_add_trigger", fail)
+    with pytest.raises(ValueError, match="strange"):
+        PressureSensor()
+    assert len(made) == 2
+    for each in made:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(each)
 
 
 def test_a_trigger_is_set_where_the_kernel_allows_it() -> None:

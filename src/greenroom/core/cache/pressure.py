@@ -11,6 +11,7 @@ from math import ceil
 
 GIB = 1 << 30
 LEAST_RESERVE, MOST_RESERVE = 16 << 20, GIB
+PACE_S = 0.1  # shortest time over which the pace of other processes is measured
 HORIZON_S = 0.3  # from a reading to the end of the release that it causes
 FASTEST = 4 * GIB  # bytes a second that a process is assumed to take at most
 SHORTEST_S, LONGEST_S = 0.05, 0.5  # between two readings
@@ -28,12 +29,14 @@ class MemoryReading:
     free:     bytes that processes can still take: the least of the machine and of each cgroup
     resident: resident bytes of this process
     stalled:  whether processes have waited for memory since the last reading
+    at_limit: whether a cgroup's limit was reached since then, if only by page cache
     """
 
     at: float
     free: int
     resident: int
     stalled: bool = False
+    at_limit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +72,11 @@ class PressureRule:
     """Decides when the expert cache shrinks and grows.
 
     - Memory is short if less than the reserve will be free in 0.3 s, as fast as other processes are
-      growing. Where processes already wait for memory, it is short below twice the reserve.
-    - The cache then shrinks until twice the reserve is free: at once, by at most a quarter of the
-      full cache at a time, never below the fewest slots with which a pass can run.
+      growing. Where processes already wait for memory, or a cgroup is at its limit, it is short
+      below twice the reserve.
+    - The cache then shrinks until twice the reserve is free, or 2.5 times the reserve if it was
+      short below twice: at once, by at most a quarter of the full cache at a time, never below the
+      fewest slots with which a pass can run.
     - After 5 s without shortage it grows by a sixteenth a second, as far as twice the reserve stays
       free once all its slots are filled.
     - A growth that turns out too early doubles the 5 s, up to 320 s. They are 5 s again after a
@@ -82,16 +87,17 @@ class PressureRule:
         self.reserve, self._slot_bytes = reserve, slot_bytes
         self.calm_s = CALM_S
         self._last: MemoryReading | None = None
+        self._base: MemoryReading | None = None  # from which the pace is measured
         self._short_at = self._grown_at = float("-inf")
         self._growth = 0.0  # bytes a second that other processes take
 
     def decide(self, reading: MemoryReading, size: CacheSize) -> int:
         """Return the number of slots that the cache should have after a reading."""
         self._update_growth(reading)
-        now, mark = reading.at, self.reserve * (2 if reading.stalled else 1)
-        forecast = self._forecast(reading)
-        if forecast < mark:
-            return self._shrink(now, 2 * self.reserve - forecast, size)
+        now, forecast = reading.at, self._forecast(reading)
+        least, goal = (2, 2.5) if reading.stalled or reading.at_limit else (1, 2)  # reserves
+        if forecast < least * self.reserve:
+            return self._shrink(now, goal * self.reserve - forecast, size)
         if size.capacity >= size.full:
             if now - max(self._short_at, self._grown_at) >= MOST_CALM_S:
                 self.calm_s = CALM_S
@@ -114,12 +120,17 @@ class PressureRule:
 
     def _update_growth(self, reading: MemoryReading) -> None:
         """Estimate how fast other processes take memory; what this one takes does not count."""
-        last, self._last = self._last, reading
-        if last is None or reading.at <= last.at:
-            self._growth = 0.0
+        base, self._last = self._base, reading
+        if base is None or reading.at < base.at:
+            self._base, self._growth = reading, 0.0
             return
-        difference = (last.free + last.resident) - (reading.free + reading.resident)
-        self._growth = max(0.0, difference / (reading.at - last.at))
+        difference = (base.free + base.resident) - (reading.free + reading.resident)
+        seconds = reading.at - base.at
+        growth = max(0.0, difference / max(seconds, PACE_S))
+        if seconds < PACE_S:  # noise of a few megabytes in 2 ms is no pace
+            self._growth = max(self._growth, growth)
+            return
+        self._base, self._growth = reading, growth
 
     def _forecast(self, reading: MemoryReading) -> float:
         return reading.free - self._growth * HORIZON_S

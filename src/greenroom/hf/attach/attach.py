@@ -297,7 +297,7 @@ class Greenroom:
             if (greenroom := ref()) is None:
                 return None
             if greenroom.slot_budget is None and fixed:
-                return FixedSlots(driver, greenroom._fixed_slots, min_slots)
+                return FixedSlots(driver, greenroom._fixed_slots)
             return greenroom.slot_budget
 
         setup = self.setup
@@ -307,6 +307,7 @@ class Greenroom:
             setup.budget_bytes,
             slots,
             self._resize_lock,
+            min_slots,
             on_growth=lambda: greenroom.on_growth() if (greenroom := ref()) is not None else None,
         )
         weakref.finalize(self, self.pressure.stop)

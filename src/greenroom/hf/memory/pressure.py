@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -11,7 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from greenroom.amounts import show_bytes
-from greenroom.core.cache.pressure import CacheSize, MemoryReading, PressureRule, reserve_for
+from greenroom.core.cache.pressure import (
+    LONGEST_S,
+    CacheSize,
+    MemoryReading,
+    PressureRule,
+    reserve_for,
+)
 from greenroom.errors import ClosedError, GreenroomError
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.memory.pressure import PressureSensor
@@ -31,6 +39,10 @@ class LimitedSlots(Protocol):
 
     min_slots: int
 
+    @property
+    def limited(self) -> bool:
+        """Return whether the number is limited now."""
+
     def full_slots(self) -> int:
         """Return the number of slots without a limit."""
 
@@ -41,8 +53,14 @@ class LimitedSlots(Protocol):
 class FixedSlots:
     """Slots of an expert cache of fixed size, which may be limited for a time."""
 
-    def __init__(self, driver: Driver, slots: int, min_slots: int) -> None:
-        self._driver, self._slots, self.min_slots = driver, slots, min(min_slots, slots)
+    min_slots = 1
+
+    def __init__(self, driver: Driver, slots: int) -> None:
+        self._driver, self._slots = driver, slots
+
+    @property
+    def limited(self) -> bool:
+        return self._driver.scheduler.capacity < self._slots
 
     def full_slots(self) -> int:
         return self._slots
@@ -84,6 +102,7 @@ class PressureWatcher:
         budget: int | None,
         slots: Callable[[], LimitedSlots | None],
         lock: threading.Lock,
+        min_slots: int = 1,
         sensor: PressureSensor | None = None,
         on_growth: Callable[[], None] = lambda: None,
     ) -> None:
@@ -91,26 +110,43 @@ class PressureWatcher:
 
         budget:    memory budget of the process in bytes, if it has one
         lock:      held while the cache is resized
-        on_growth: called in the thread after the cache has grown
+        min_slots: least number of slots, if that of the slots is not more
+        on_growth: called in the thread after the cache has grown, without the lock
         """
         self._driver, self._slots, self._lock = driver, slots, lock
         self._sensor = PressureSensor() if sensor is None else sensor
-        self._ends, self._on_growth = False, on_growth
+        self._ends, self._on_growth, self._pid = False, on_growth, os.getpid()
         self._end_lock = threading.RLock()  # a finaliser may call `stop` in any thread
         self.changes: deque[CacheChange] = deque(maxlen=CHANGES)
         self._shrinks = self._growths = self._released = 0
-        self._shortage = ""
-        self._slot_bytes = slot_bytes
+        self._shortage, self._warned = "", False
+        self._slot_bytes, self._min_slots = slot_bytes, min_slots
+        try:
+            self._rule = PressureRule(self._reserve(budget), slot_bytes)
+            self._thread = threading.Thread(
+                target=self._run, name="greenroom-pressure", daemon=True
+            )
+            self._thread.start()
+        except BaseException:
+            self._sensor.close()
+            raise
+
+    def _reserve(self, budget: int | None) -> int:
+        """Return the bytes to leave free to others, by a first reading."""
         reading = self._sensor.read()
-        to_take = driver.scheduler.view.free_slots * slot_bytes
+        assert reading is not None  # the first one
+        to_take = self._driver.scheduler.view.free_slots * self._slot_bytes
         if budget is not None:
             to_take = max(0, budget - reading.resident)
-        self._rule = PressureRule(reserve_for(reading.free, to_take), slot_bytes)
-        self._thread = threading.Thread(target=self._run, name="greenroom-pressure", daemon=True)
-        self._thread.start()
+        return reserve_for(reading.free, to_take)
 
     def stop(self) -> None:
-        """End the thread, after a resize that is under way. A second call does nothing."""
+        """End the thread, after a resize that is under way. A second call does nothing.
+
+        In a forked child, which has no such thread, it does nothing either.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._end_lock:
             if self._ends:
                 return
@@ -137,28 +173,59 @@ class PressureWatcher:
         }
 
     def _run(self) -> None:
+        wait_s, failed = 0.0, False
         try:
-            wait_s = 0.0
             while not self._ends:
                 self._sensor.wait(wait_s)
-                with self._lock:
-                    if self._ends or (slots := self._slots()) is None:
+                try:
+                    if (wait_s := self._react()) < 0:
                         return
-                    wait_s = self._react(slots)
-        except ClosedError:
-            return  # the cache was closed
+                except ClosedError:
+                    return  # the cache was closed
+                except Exception:
+                    if not failed:
+                        log.exception("free memory is not watched for a moment")
+                    wait_s, failed = LONGEST_S, True
+        except Exception:
+            log.exception("free memory is not watched any more")
+            self._lift_limit()
         finally:
             with self._end_lock:
                 self._ends = True
                 self._sensor.close()
 
-    def _react(self, slots: LimitedSlots) -> float:
+    def _lift_limit(self) -> None:
+        """Give the cache its full size, since nobody would do it later."""
+        with self._lock, contextlib.suppress(GreenroomError):
+            if not self._ends and (slots := self._slots()) is not None:
+                slots.limit_slots(slots.full_slots())
+
+    def _react(self) -> float:
+        """Resize the cache if necessary; return the seconds until the next reading.
+
+        They are negative when there is nothing to watch any more.
+        """
+        growths = self._growths
+        with self._lock:
+            if self._ends or (slots := self._slots()) is None:
+                return -1.0
+            wait_s = self._decide(slots)
+        if self._growths > growths:
+            self._on_growth()
+        return wait_s
+
+    def _decide(self, slots: LimitedSlots) -> float:
         """Resize the cache as the rule decides; return the seconds until the next reading."""
         scheduler, reading = self._driver.scheduler, self._sensor.read()
+        if reading is None:
+            return LONGEST_S
         before = scheduler.capacity
         parts = self._driver.pieces.split or self._driver.pieces.copies
         unfilled = 0 if parts is not None else scheduler.view.free_slots
-        size = CacheSize(slots.min_slots, slots.full_slots(), before, before - unfilled)
+        # Without a limit the cache has the size that keys and values left it: it stays.
+        full = slots.full_slots() if slots.limited else before
+        least = max(self._min_slots, slots.min_slots)
+        size = CacheSize(least, full, before, before - unfilled)
         target = self._rule.decide(reading, size)
         if target != before:
             self._resize(slots, target, reading)
@@ -173,9 +240,11 @@ class PressureWatcher:
         except ClosedError:
             raise
         except GreenroomError as error:  # a layer's pinned experts, or no address space
-            log.warning("the expert cache keeps its %d slots: %s", before, error)
+            level = logging.DEBUG if self._warned else logging.WARNING  # it is tried again
+            log.log(level, "the expert cache keeps its %d slots: %s", before, error)
+            self._warned = True
             return
-        now = driver.scheduler.capacity
+        now, self._warned = driver.scheduler.capacity, False
         at, free = time.monotonic(), reading.free
         self.changes.append(CacheChange(at, before, now, free, reading.stalled))
         if now < before:
@@ -184,9 +253,10 @@ class PressureWatcher:
             self._shortage = f"only {show_bytes(reading.free)} of memory was free"
             if reading.stalled:
                 self._shortage += ", and processes waited for memory"
+            elif reading.at_limit:
+                self._shortage += ", and a cgroup was at its limit"
             cause = self._shortage
             log.info("the expert cache shrinks from %d to %d slots: %s", before, now, cause)
         elif now > before:
             self._growths += 1
             log.info("the expert cache grows from %d to %d slots", before, now)
-            self._on_growth()

@@ -104,20 +104,26 @@ class SlotBudget:
         """Return the number of slots that the last pass's needs leave."""
         return self._slots(self._last_need)
 
+    @property
+    def limited(self) -> bool:
+        """Return whether `limit_slots` limits the slots now."""
+        return self._limit is not None
+
     def limit_slots(self, slots: int) -> None:
         """Resize the expert cache to at most `slots` slots, a limit for later passes too.
 
-        A limit of `full_slots` or more ends the limitation.
+        A limit of `full_slots` or more ends the limitation. It stays as it was if a DeviceError is
+        raised.
         """
         with self._lock:
             full, now = self.full_slots(), self._driver.scheduler.capacity
-            self._limit = None if slots >= full else max(slots, self.min_slots)
-            target = min(full, slots if self._limit is None else self._limit)
+            limit = None if slots >= full else max(slots, self.min_slots)
+            target = full if limit is None else limit
             if target < now:
                 self._shrink(target, now)
             elif target > now:
                 self._driver.resize(target)
-            self._resized_for = self._last_need.total
+            self._limit, self._resized_for = limit, self._last_need.total
 
     def set_aside(self, nbytes: int) -> None:
         """Take memory from the expert slots for another use, permanently.

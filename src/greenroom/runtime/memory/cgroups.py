@@ -53,6 +53,10 @@ class MemoryCgroup:
         used = int(usage) - reclaimable + stat.get(self.shared, 0)
         return max(min(map(int, limits)) - used, 0)
 
+    def is_readable(self) -> bool:
+        """Return whether its usage and its first limit can be read."""
+        return bool(self._read(self.limits[0]) and self._read(self.usage))
+
     def limit_hits(self) -> int:
         """Return how often `memory.high`, or the limit that ends processes, was reached."""
         lines = (line.split() for line in self._read(self.events).splitlines())

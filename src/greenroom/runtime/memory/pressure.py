@@ -36,14 +36,21 @@ class PressureSensor:
         self._at = time.monotonic()
         groups = cgroups()
         self._hits, self._stalls = self._count(groups)
-        self._wake_end, self._wake = os.pipe()
-        self._poll = select.poll()
-        self._poll.register(self._wake_end, select.POLLIN)
+        self._pid, self._stopped = os.getpid(), False
+        self._resident, self._readable = 0, set[Path]()  # at the last reading
         self._triggers: list[int] = []
-        own_group = [each.folder / PRESSURE_FILE for each in groups[:1]]
-        for path in (pressure, *own_group):
-            with contextlib.suppress(OSError):  # no PSI, or no right
-                self._add_trigger(path)
+        self._poll = select.poll()
+        self._wake_end, self._wake = os.pipe()
+        try:
+            os.set_blocking(self._wake_end, False)
+            self._poll.register(self._wake_end, select.POLLIN)
+            own_group = [each.folder / PRESSURE_FILE for each in groups[:1]]
+            for path in (pressure, *own_group):
+                with contextlib.suppress(OSError):  # no PSI, or no right
+                    self._add_trigger(path)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def triggers(self) -> int:
@@ -60,15 +67,24 @@ class PressureSensor:
             raise
         self._triggers.append(trigger)
 
-    def read(self) -> MemoryReading:
-        """Return the free memory now, and whether processes have waited since the last call."""
-        groups, now = self._cgroups(), time.monotonic()
+    def read(self) -> MemoryReading | None:
+        """Return the free memory now, and whether processes have waited since the last call.
+
+        None, but never at the first call, if the process's size or the limit of a cgroup cannot be
+        read any more: what is left would be wrong.
+        """
+        groups, now, resident = self._cgroups(), time.monotonic(), own_rss_bytes()
+        readable = {each.folder for each in groups if each.is_readable()}
+        missing = self._readable.intersection(each.folder for each in groups) - readable
+        if (self._resident and not resident) or missing or (self._readable and not groups):
+            return None
+        self._resident, self._readable = resident, readable
         hits, stalls = self._count(groups)
         limit_s = STALL_SHARE * (now - self._at)
         waited = any(s - self._stalls.get(path, s) > limit_s for path, s in stalls.items())
         hit = any(n > self._hits.get(path, n) for path, n in hits.items())
         self._at, self._hits, self._stalls = now, hits, stalls
-        return MemoryReading(now, available_bytes(groups), own_rss_bytes(), waited or hit)
+        return MemoryReading(now, available_bytes(groups), resident, waited, hit)
 
     def _count(self, groups: Sequence[MemoryCgroup]) -> tuple[dict[Path, int], dict[Path, float]]:
         """Count so far, by file: limits that were reached, and seconds of waiting for memory."""
@@ -78,12 +94,22 @@ class PressureSensor:
 
     def wait(self, seconds: float) -> None:
         """Wait for some seconds, or until processes wait for memory, or until `stop_waiting`."""
+        if self._stopped:
+            return
         for handle, event in self._poll.poll(seconds * 1000):
-            if event & select.POLLERR and handle != self._wake_end:  # the cgroup was removed
+            if handle == self._wake_end:
+                os.read(handle, 4096)
+            elif event & select.POLLERR:  # the cgroup was removed
                 self._poll.unregister(handle)
 
     def stop_waiting(self) -> None:
-        """End a `wait` of another thread, and all later ones."""
+        """End a `wait` of another thread, and all later ones.
+
+        A forked child shares the pipe, so it does nothing there.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._stopped = True
         os.write(self._wake, b"\0")
 
     def close(self) -> None:
