@@ -59,7 +59,7 @@ def test_json(cli: Run, tmp_path: Path) -> None:
     [
         (("nowhere/at/all", "-o", "x", "--experts", "int8"), "there is no such folder"),
         ((source(), "-o", "/dev/null", "--experts", "int8"), "is not a folder"),
-        ((source(), "-o", "x", "--experts", "int3"), "choose one of int8, int4, fp8, same"),
+        ((source(), "-o", "x", "--experts", "int3"), "choose one of int8, int4, fp8, bf12, same"),
         ((source(), "-o", "x"), "required: --experts"),
         (
             (source(), "-o", "nowhere", "--experts", "int8", "--repair"),

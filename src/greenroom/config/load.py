@@ -46,7 +46,7 @@ class LoadConfig(SchedulerConfig):
     pressure: str = option(
         "auto", "give slots back while other processes need memory, and take them again afterwards:"
         " on, off; auto: on, unless --cache sets the size of the cache", None,
-        ("auto", "on", "off"), group=MEMORY, shown=True,
+        ("auto", "on", "off"), group=MEMORY,
     )  # fmt: skip
     policy: str = option(
         "auto", "eviction policy of the expert cache: auto, lru, llru, moe-infinity, ...", "NAME",

@@ -23,6 +23,7 @@ from tests.ggml_blocks import GGML
 from tests.gguf_architectures import FOLDER, names
 from tests.gguf_models import DATA
 from tests.hf.checkpoint.test_integers import FORMATS
+from tests.hf.pack.rig import packed
 from tests.quantised import compressed, fp8, mxfp4
 from tests.quantised_floats import CASES, floats, fp8_with_fp4_experts
 
@@ -51,7 +52,7 @@ QUICK = {
     "integers: int8",
 }
 ADAPTED = {"dbrx", "llama4", "qwen3_omni_moe", "step3p7"}
-PACKED = {"int4", "int8"}  # of packs; tests/cli/test_pack.py verifies them
+PACKED = {"bf12", "int4", "int8"}  # of packs
 SCALED = "gguf_nvfp4_scaled"  # the encoding of the files in MODELOPT
 MODELOPT = sorted((DATA / "modelopt").glob("*.gguf"))
 
@@ -116,6 +117,10 @@ def test_gguf_with_scales_of_matrices(
 @pytest.mark.parametrize("name", marked(SAFETENSORS, QUICK))
 def test_safetensors(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert_verified(SAFETENSORS[name](tmp_path), caplog)
+
+
+def test_a_pack_in_12_bits(caplog: pytest.LogCaptureFixture) -> None:
+    assert_verified(packed("bf12"), caplog)
 
 
 def test_every_encoding_is_in_a_checkpoint(tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def test_only_inexact_encodings_are_rounded_to_the_models_type() -> None:
             rounds = str(style) not in ROUNDED and not is_exact(weight, torch.bfloat16)
             assert torch.equal(wide, narrow) != rounds
             planes = MatrixProduct(weight, torch.bfloat16, kernels="rounded").planes
-            assert planes == (2 if is_exact(weight, torch.bfloat16) else 0)
+            pairs = style.name == "bf12"  # of bfloat16
+            assert planes == (2 if is_exact(weight, torch.bfloat16) and not pairs else 0)
 
 
 @pytest.mark.parametrize("style", STYLES, ids=str)
@@ -111,8 +112,8 @@ def test_results_are_at_most_twice_as_far_from_eager_as_grouped_mm(style: Style)
             ours += float((got - want).norm() / want.norm())
             theirs += float((results["grouped_mm"] - want).norm() / want.norm())
             rounding += float((results["eager"] - want).norm() / want.norm())
-    assert 0 < ours <= 2 * theirs
-    if rounding > 0:
+    assert 0 < ours <= 2 * theirs or (style.name == "bf12" and ours == 0)
+    if rounding > 0 and style.name != "bf12":  # nothing of which is rounded
         assert ours <= 1.01 * rounding  # nearer to what the format says than transformers
 
 
