@@ -34,7 +34,7 @@ from common import commit, machine, note, show_ratio, table  # isort: skip
 from ram_store import RamStore  # isort: skip
 from greenroom.core.options.rules.expert_order import InOrder
 from greenroom.core.scheduler.scheduler import Scheduler
-from greenroom.hf.attach import attach
+from greenroom.hf.attach import drivers
 from greenroom.runtime.store.disk import CHUNK_BYTES
 
 UNCUT = 1 << 30  # bytes: no expert is cut
@@ -72,7 +72,7 @@ def ablated(rig: Rig, stores: dict[int, RamStore], variant: Variant) -> Iterator
     usual, rig.ram = rig.ram, stores[variant.chunk_bytes]
     try:
         with (
-            patch.object(attach, "build_scheduler", make_scheduler),
+            patch.object(drivers, "build_scheduler", make_scheduler),
             patch("compare.Scheduler", make_scheduler),
         ):
             yield
