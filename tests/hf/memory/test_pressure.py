@@ -150,7 +150,7 @@ def test_slots_that_keys_and_values_left_free_are_not_taken_without_a_shortage(
     assert not room.pressure.changes
 
 
-def test_a_fixed_size_is_kept_unless_it_is_told_otherwise(load: Callable[..., Any]) -> None:
+def test_a_fixed_size_stays_unless_pressure_is_on(load: Callable[..., Any]) -> None:
     for options in ({"cache": "50%"}, {"cache": "50%", "pressure": "off"},
                     {"memory": "60GiB", "pressure": "off"}):  # fmt: skip
         model = load(**options)
@@ -266,7 +266,7 @@ def test_a_thread_that_cannot_go_on_lifts_the_limit(
     assert room.capacity == full
 
 
-def test_a_growth_is_told_after_the_lock_is_released(
+def test_on_growth_runs_after_the_lock_is_released(
     load: Callable[..., Any], sensor: FakeSensor
 ) -> None:
     room = load(memory="60GiB").greenroom
@@ -277,7 +277,7 @@ def test_a_growth_is_told_after_the_lock_is_released(
     assert held == [False]
 
 
-def test_a_resize_that_fails_again_and_again_is_told_once(
+def test_a_resize_that_fails_again_and_again_warns_once(
     load: Callable[..., Any],
     sensor: FakeSensor,
     monkeypatch: pytest.MonkeyPatch,

@@ -54,7 +54,7 @@ def test_the_key_is_that_of_the_bits(folder: Path, threads: None) -> None:
     assert len({key, *others}) == 6
 
 
-def test_weights_of_the_same_size_and_time_are_told_apart(folder: Path) -> None:
+def test_weights_of_the_same_size_and_time_have_other_keys(folder: Path) -> None:
     key = key_of(folder)
     path = min(folder.glob("*.safetensors"))
     stat, content = path.stat(), bytearray(path.read_bytes())
