@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -29,6 +29,7 @@ def decoded(parts: list[np.ndarray]) -> NDArray[np.uint16]:
     return weights.view(torch.int16).numpy().view(np.uint16)
 
 
+@settings(deadline=None)  # the first example may compile
 @given(
     st.integers(1, 5),
     st.sampled_from([32, 64, 96, 128, 160]),

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.compiling.compile_cache import jit
-from greenroom.runtime.encodings.bf12 import SPAN
+from greenroom.runtime.encodings.bf12 import ORDER, SPAN
 
-NUMBERS = 16  # exponents that have a code
+NUMBERS = 16  # exponents that have a code, of each matrix
 
 
 @jit
@@ -40,9 +40,7 @@ def _fill(
         for first in range(0, columns, SPAN):
             count = min(SPAN, columns - first)
             for j in range(count):
-                at = first + j
-                if count == SPAN:  # the weight in place j: `ORDER` of the encoding
-                    at = first + 8 * (j // 16) + j % 8 + 32 * (j % 16 // 8)
+                at = first + (ORDER[j] if count == SPAN else j)
                 word = np.int32(weights[row, at])
                 code = number[word >> 7 & 255]
                 bits = word >> 8 & 128 | word & 127
