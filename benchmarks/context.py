@@ -52,18 +52,24 @@ def ids(model: Any, tokens: int) -> torch.Tensor:
 @torch.inference_mode()
 def measure(model: Any, context: int, tokens: int) -> dict[str, Any]:
     """Measure a prompt that fills the context but `tokens`, and that many decoded tokens."""
-    room, cache = model.greenroom, None
+    cache = None
     start = time.perf_counter()
     for block in ids(model, context - tokens).split(PREFILL_BLOCK, 1):
         out = model(block, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values
-    prompt_s, times = time.perf_counter() - start, []
+    return decode(model, cache, context, tokens, time.perf_counter() - start)
+
+
+def decode(model: Any, cache: Any, context: int, tokens: int, prompt_s: float) -> dict[str, Any]:
+    """Measure random tokens decoded after a prompt that took `prompt_s` seconds."""
+    room, times = model.greenroom, []
     room.reset_stats()
+    cpu = time.process_time()
     for token in ids(model, tokens).split(1, 1):
         start = time.perf_counter()
         model(token, past_key_values=cache, use_cache=True)
         times.append(time.perf_counter() - start)
-    stats = room.stats()
+    cpu_s, stats = (time.process_time() - cpu) / tokens, room.stats()
     return {
         "context": context,
         "slots": stats.capacity,
@@ -72,6 +78,7 @@ def measure(model: Any, context: int, tokens: int) -> dict[str, Any]:
         "rss_bytes": rss_bytes(),
         "hit_ratio": stats.hit_ratio,
         "tpot_s": statistics.median(times),
+        "cpu_s": cpu_s,
         "prompt_s": prompt_s,
     }
 

@@ -12,8 +12,6 @@ namespace {
 
 using namespace greenroom;
 
-constexpr int64_t BLOCK = 64;  // tokens of a partial sum of values
-
 INLINE int64_t planes_of(const Matrix& matrix) { return matrix.format ? matrix.format->planes : 0; }
 
 // Does a matrix of a model of type T take inputs in float32, or packed?
@@ -112,10 +110,13 @@ template <class T>
     if (head.norm) normalise(row, p.width, (const T*)head.norm, p.eps, p.style, row);
     if (head.rotated) rotate(row, (const T*)p.cos, (const T*)p.sin, p.rotary);
     const int64_t key = number - p.query_heads, value = key - p.key_heads;
-    T* out = key < 0     ? (T*)p.queries + number * p.width
-             : value < 0 ? (T*)moved(p.keys, key * p.key_step)
-                         : (T*)moved(p.values, value * p.value_step);
-    store_sums<T>(row, nullptr, out, p.width);
+    void* out = key < 0     ? (T*)p.queries + number * p.width
+                : value < 0 ? moved(p.keys, key * p.key_step)
+                            : moved(p.values, value * p.value_step);
+    if (key < 0 || p.format == AS_COMPUTED) return store_sums<T>(row, nullptr, (T*)out, p.width);
+    with_format(p.format, [&](auto format) INLINE_LAMBDA {
+        pack_row_of<format>(row, p.width, (uint8_t*)out);
+    });
 }
 
 INLINE int64_t heads_of(const ProjectCall& p) { return p.query_heads + 2 * p.key_heads; }
@@ -168,6 +169,38 @@ void project_rows(TokensCall& p) {
     }
 }
 
+// Call f(rows, bytes from row to row, first token, tokens) for all tokens of a context, in blocks
+// of CONTEXT_BLOCK: with rows of the model's type, or with quantised ones decoded to float32 in `memory`.
+template <class T, class F>
+INLINE void over_tokens(
+    const AttendCall& p, const void* rows, int64_t step, float* memory, F f) {
+    for (int64_t first = 0; first < p.context; first += CONTEXT_BLOCK) {
+        const int64_t n = least(CONTEXT_BLOCK, p.context - first);
+        const void* place = moved(rows, first * step);
+        if (p.format == AS_COMPUTED) {
+            f((const T*)place, step, first, n);
+            continue;
+        }
+        with_format(p.format, [&](auto format) INLINE_LAMBDA {
+            for (int64_t t = 0; t < n; t++)
+                expand_row<format>(
+                    (const uint8_t*)moved(place, t * step), p.width, memory + t * p.width);
+        });
+        f((const float*)memory, 4 * p.width, first, n);
+    }
+}
+
+// Compute the scores of n tokens' keys for one query: products with rows of keys.
+template <class K>
+INLINE void score(
+    const K* keys, int64_t key_row, int64_t n, int64_t width, const float* x, float* scores) {
+    int64_t tiled = n - n % COLUMNS;
+    for (int64_t t = 0; t < tiled; t += COLUMNS)
+        dot_row<COLUMNS>(moved(keys, t * key_row), key_row, width, width, false, x, scores + t);
+    for (int64_t t = tiled; t < n; t++)
+        dot_row<1>(moved(keys, t * key_row), key_row, width, width, false, x, scores + t);
+}
+
 // Compute the attention of the query heads that share one key head.
 template <class T>
 [[gnu::noinline]] void attend_key_head(const AttendCall& p, int64_t number) {
@@ -177,25 +210,26 @@ template <class T>
     float* x = p.scores + heads * context + first * width;
     float* out = x + heads * width;
     float* cells = p.scores + heads * (context + 2 * width) + number * width;
+    float* memory = p.scores + heads * (context + 2 * width) + p.key_heads * width +
+                    number * CONTEXT_BLOCK * width;
     widen((const T*)p.queries + first * width, group * width, x);
-    const T* keys = (const T*)moved(p.keys, number * p.key_step);
-    const T* values = (const T*)moved(p.values, number * p.value_step);
-    int64_t tiled = context - context % COLUMNS;
-    for (int64_t t = 0; t < tiled; t += COLUMNS)
-        for (int64_t j = 0; j < group; j++)
-            dot_row<COLUMNS>(moved(keys, t * p.key_row), p.key_row, width, width, false,
-                             x + j * width, scores + j * context + t);
-    for (int64_t t = tiled; t < context; t++)
-        for (int64_t j = 0; j < group; j++)
-            dot_row<1>(moved(keys, t * p.key_row), p.key_row, width, width, false, x + j * width,
-                       scores + j * context + t);
+    over_tokens<T>(
+        p, moved(p.keys, number * p.key_step), p.key_row, memory,
+        [&](const auto* keys, int64_t row, int64_t start, int64_t n) INLINE_LAMBDA {
+            for (int64_t j = 0; j < group; j++)
+                score(keys, row, n, width, x + j * width, scores + j * context + start);
+        });
     for (int64_t j = 0; j < group; j++) {  // the sums overwrite the queries
         float* row = scores + j * context;
         x[j] = exponentials(row, context, p.scale, row);
     }
-    for (int64_t j = 0; j < group; j++)
-        panels(values, p.value_row, context, width, BLOCK, false, scores + j * context,
-               out + j * width, cells);
+    over_tokens<T>(
+        p, moved(p.values, number * p.value_step), p.value_row, memory,
+        [&](const auto* values, int64_t row, int64_t start, int64_t n) INLINE_LAMBDA {
+            for (int64_t j = 0; j < group; j++)
+                panels(values, row, n, width, CONTEXT_BLOCK, start > 0, scores + j * context + start,
+                       out + j * width, cells);
+        });
     for (int64_t j = 0; j < group; j++) {
         T* mixed = (T*)p.mixed + (first + j) * width;
         const float* sums = out + j * width;

@@ -1,9 +1,12 @@
 // Calls of attention for one token.
 #pragma once
 
+#include "kv_rows.hpp"
 #include "layers.hpp"
 
 namespace greenroom {
+
+constexpr int64_t CONTEXT_BLOCK = 64;  // of a partial sum of values
 
 // A head of queries, keys or values: its rows in a projection's matrix, and what follows.
 SHARED(Head,
@@ -28,6 +31,7 @@ SHARED(ProjectCall,
     void* values;
     int64_t key_step;   // bytes from head to head
     int64_t value_step;
+    int64_t format;     // of keys and values: KeyValueFormat
     const void* cos;
     const void* sin;
     int64_t rotary;     // elements of a head that are rotated
@@ -50,12 +54,15 @@ SHARED(AttendCall,
     int64_t key_row;       // bytes from token to token
     int64_t value_step;
     int64_t value_row;
+    int64_t format;        // of keys and values: KeyValueFormat
     int64_t context;       // tokens
     int64_t width;         // of a head; a multiple of LANES
     int64_t key_heads;
     int64_t group;         // query heads that share a key head
     float scale;
-    float* scores;         // memory: [heads, context], twice [heads, width], [key heads, width]
+    // Memory: [heads, context], twice [heads, width], [key heads, width]; and
+    // [key heads, CONTEXT_BLOCK, width] if keys and values are quantised.
+    float* scores;
     void* mixed;           // memory [heads, width] of the model's type
     const Matrix* matrix;  // of the output projection
     int64_t outputs;

@@ -111,6 +111,8 @@ ROWS = (
         ("start-up", "first text, s", "end, s")),
     Row("context.py", "demo --contexts 64 128 --tokens 4 --out {out}",
         ("context", "slots", "hit ratio", "TPOT ms"), MATPLOTLIB, ("context.md", "context.svg")),
+    Row("kv.py", "demo --contexts 64 128 --tokens 4 --rounds 1 --threads 1 --kinds int8",
+        ("context", "kind", "KV cache", "TPOT ms", "dynamic / it"), MATPLOTLIB),
     Row("overhead.py", "{model} --tokens 4 --repeats 1 --variants off markov",
         ("prefetch", "prediction µs", "bookkeeping µs")),
     Row("speculation.py", "{model} --caches 100% 50% --repeats 1 --tokens 24",

@@ -358,5 +358,3 @@ def test_options_of_the_prompt_cache_that_exclude_each_other(
     (tmp_path / "file").touch()
     err = cli("serve", folder, "--port", 0, "--prompt-cache", tmp_path / "file").err
     assert err.splitlines()[-1].startswith("greenroom: --prompt-cache ")
-    err = cli("serve", folder, "--port", 0, "--prompt-cache", tmp_path, "--kv", "fp8").err
-    assert "--prompt-cache cannot be used: --kv fp8 has keys and values of" in err.splitlines()[-1]

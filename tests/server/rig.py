@@ -95,6 +95,7 @@ class Served:
         journal: Journal | None = None,
         slots_at_full_context: int | None = None,
         further_budget: int = 0,
+        kv: str = "dynamic",
         setup_options: dict[str, Any] | None = None,
         store: dict[str, Any] | None = None,
         **serve: Any,
@@ -104,7 +105,7 @@ class Served:
         def load(progress: Callable[[float, str], None]) -> LoadedModel:
             progress(0.0, "loading")
             skeleton = ModelSkeleton.of(folder)
-            sizes = kv_bytes(skeleton.model, block=512, room=context)
+            sizes = kv_bytes(skeleton.model, kv, block=512, room=context)
             setup = ModelSetup(
                 skeleton.catalog,
                 capacity=capacity,

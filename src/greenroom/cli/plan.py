@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 HELP = "find the best settings for a model and a memory budget, and estimate their speed"
 OPTIONS = (
-    "context", "read_limit", "host_memory", "miss_precision", "low_below", "co_compute", "config",
+    "context", "kv", "read_limit", "host_memory", "miss_precision", "low_below", "co_compute",
+    "config",
 )  # fmt: skip
 TEXTS = {
     "host_memory": "if a GPU computes: main memory that caches experts, 16GiB, or 60%% of the"
@@ -130,10 +131,10 @@ def seconds(text: str) -> float:
 def run_options(config: LoadConfig, machine: Machine, processor: Processor) -> str:
     """Return the command-line options of a run that a plan assumes besides its setting.
 
-    They are --context, --read-limit and --host-memory if they are not the defaults, and --device if
-    the machine has several processors.
+    They are --context, --kv, --read-limit and --host-memory if they are not the defaults, and
+    --device if the machine has several processors.
     """
-    names = ("context", "read_limit", "host_memory")
+    names = ("context", "kv", "read_limit", "host_memory")
     options = {name: value for name, value in changed_options(config).items() if name in names}
     if len(machine.processors) > 1:
         options["device"] = "cuda" if on_a_gpu(processor) else "cpu"

@@ -93,9 +93,9 @@ class LoadConfig(SchedulerConfig):
         group=MEMORY, check=at_least(1), shown=True,
     )  # fmt: skip
     kv: str = option(
-        "dynamic", "form of the KV cache: dynamic is as computed; fp8, int4 and int2 are"
-        " quantised, which changes the output (int4 and int2 need optimum-quanto); offloaded"
-        " keeps a GPU's KV cache in main memory",
+        "dynamic", "form of the KV cache: dynamic is as computed; int8 and int4 are quantised, in"
+        " about a half and a third of the memory, which changes the output; offloaded keeps a"
+        " GPU's KV cache in main memory",
         None, KV, group=MEMORY,
     )  # fmt: skip
     disk_tables: str | int = option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from greenroom.errors import UnknownName, UsageError
 
 DEVICES = ("auto", "cpu", "cuda", "fake")
-KV = ("dynamic", "fp8", "int4", "int2", "offloaded")
+KV = ("dynamic", "int8", "int4", "offloaded")
 WORKER, INLINE = "worker", "inline"
 PREDICT_IN = ("auto", WORKER, INLINE)
 KERNELS = ("auto", "eager", "native", "precise", "rounded", "triton")

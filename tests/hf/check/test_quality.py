@@ -147,11 +147,11 @@ def test_keys_and_values_and_kernels_are_compared_with_the_model_itself() -> Non
     same = quality(name, TEXT, name, cache="25%", tokens=100, kernels="native", say=stages.append)
     assert same.kl_mean == same.kl_p99 == 0
     assert stages[-1].endswith(f"with {name} --kernels native")
-    fp8 = quality(name, TEXT, cache="25%", tokens=100, kv="fp8", say=stages.append)
-    assert stages[-1].endswith("--kv fp8")
-    assert fp8.original == fp8.model == name
-    assert 1e-6 < fp8.kl_mean < 1
-    assert fp8.original_perplexity == pytest.approx(same.original_perplexity, rel=0.01)
+    int8 = quality(name, TEXT, cache="25%", tokens=100, kv="int8", say=stages.append)
+    assert stages[-1].endswith("--kv int8")
+    assert int8.original == int8.model == name
+    assert 1e-6 < int8.kl_mean < 1
+    assert int8.original_perplexity == pytest.approx(same.original_perplexity, rel=0.01)
 
 
 def test_a_config_for_the_gguf_files_of_the_two_models(tmp_path: Path) -> None:

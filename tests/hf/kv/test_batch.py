@@ -112,16 +112,18 @@ def test_models_that_cannot_batch_name_the_reason(name: str) -> None:
                 assert torch.isfinite(logits).all()
 
 
-def test_quantised_keys_and_values_cannot_be_batched() -> None:
-    with served("qwen3_moe", parts={"keys_values": KVBytes((), CacheKind("fp8"))}) as model:
+def test_offloaded_keys_and_values_cannot_be_batched() -> None:
+    with served("qwen3_moe", parts={"keys_values": KVBytes((), CacheKind("offloaded"))}) as model:
         batch = Batch(model)
         assert "does not store keys and values token by token" in batch.sequential_reason
         assert batch.cache() is None
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("threads", "kind"), [(1, "dynamic"), (2, "dynamic"), (2, "int8"), (1, "int4")]
+)
 def test_batched_single_tokens_have_the_bits_of_one_sequence(
-    threads: int, monkeypatch: Any
+    threads: int, kind: str, monkeypatch: Any
 ) -> None:
     calls, batch_forward = [], FusedDecoderLayer.batch_forward
     monkeypatch.setattr(
@@ -130,7 +132,8 @@ def test_batched_single_tokens_have_the_bits_of_one_sequence(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with served("qwen3_moe", "bfloat16", **WIDE) as model:
+        parts = {"keys_values": KVBytes((), CacheKind(kind))}
+        with served("qwen3_moe", "bfloat16", parts=parts, **WIDE) as model:
             batch = Batch(model, exact=True)
             assert batch.sequential_reason == ""
             prompts = draw(14, 9, 40)

@@ -12,6 +12,8 @@ from greenroom.core.predictor import PassStart
 from greenroom.hf.kv.batch import Batch
 from greenroom.hf.kv.cache import truncate
 from greenroom.hf.kv.draft_pass import MOST_ROWS, DraftPass
+from greenroom.hf.kv.kinds import CacheKind
+from greenroom.hf.kv.sizes import KVBytes
 from greenroom.hf.memory.setup import ModelSetup
 from tests.gguf_models import write
 from tests.hf.kv.test_batch import WIDE, attached, draw, served
@@ -58,6 +60,13 @@ def test_each_token_has_the_bits_of_a_pass_of_its_own(name: str, dtype: str) -> 
 def test_stored_formats_have_the_same_bits_too(kind: str, tmp_path: Any) -> None:
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": kind})
     with attached(path, stored=True) as model:
+        compare(model)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantised_keys_and_values_have_the_same_bits_too(kind: str) -> None:
+    parts = {"keys_values": KVBytes((), CacheKind(kind))}
+    with served("qwen3_moe", "bfloat16", parts=parts, **WIDE) as model:
         compare(model)
 
 

@@ -1,22 +1,24 @@
-"""Keys and values that are quantised or elsewhere, by transformers' own caches."""
+"""Keys and values that are quantised, or stored elsewhere."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from transformers import DynamicCache, QuantizedCache
+from transformers import DynamicCache
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 import greenroom
 from greenroom.errors import BudgetError, UsageError
 from greenroom.hf.kv import cache as kv
-from greenroom.hf.kv import kinds as kv_kinds
 from greenroom.hf.kv import sizes as kv_sizes
 from greenroom.hf.kv.kinds import CacheKind, cache_kind
+from greenroom.hf.kv.quantised import QuantisedLayer
 from greenroom.hf.kv.sizes import KVBytes, LayerSize, kv_bytes
 from greenroom.hf.load.budget import with_host_tier
 from greenroom.hf.model.skeleton import ModelSkeleton
+from greenroom.runtime.kernels.dense.kv_rows import FORMATS
 from tests.models import cached_tiny, reference
 
 OPTIONS = {"max_new_tokens": 9, "do_sample": False}
@@ -36,80 +38,106 @@ def ids(*shape: int) -> torch.Tensor:
     return torch.randint(3, 300, shape, generator=torch.Generator().manual_seed(5))
 
 
-QUANTISED = ["fp8", "int4", "int2"]
+QUANTISED = ["int8", "int4"]
+NEAR = {"int8": 0.05, "int4": 0.4}  # largest distance of logits, relative
 
 
-def installed(name: str) -> None:
-    if name != "fp8":
-        pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
+@pytest.fixture(scope="module")
+def compiled_folder():
+    return cached_tiny("qwen3_moe", tokenizer=True, dtype="bfloat16", head_dim=32)
+
+
+@contextmanager
+def loaded(folder, **options):
+    model, _ = greenroom.load(str(folder), **{"cache": "50%", **options})
+    try:
+        yield model
+    finally:
+        model.greenroom.detach()
+
+
+def logits_of(model, prompt=30, tokens=3):
+    """The logits of a prompt and of single tokens after it, each with the keys of all before."""
+    with torch.inference_mode():
+        out = model(ids(1, prompt))
+        logits, cache = [out.logits[0]], out.past_key_values
+        for token in range(tokens):
+            logits.append(model(ids(1, 9)[:, token : token + 1], past_key_values=cache).logits[0])
+    return torch.cat(logits).float()
+
+
+@pytest.mark.parametrize("kernels", ["native", "eager"])
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_quantised_keys_change_logits_a_little(architecture, name, kernels):
+    """Also beside sliding windows, with latent attention, and beside recurrent layers."""
+    wide = {"head_dim": 32} if architecture in ("qwen3_moe", "gpt_oss") else {}
+    folder = cached_tiny(architecture, tokenizer=True, dtype="bfloat16", **wide)
+    with loaded(folder, kernels=kernels) as model:
+        exact = logits_of(model)
+    with loaded(folder, kernels=kernels, kv=name) as model:
+        near = logits_of(model)
+    assert not torch.equal(near, exact)
+    assert (near - exact).norm() < NEAR[name] * exact.norm()
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_the_bits_are_those_of_transformers_quantised_cache(folder, name):
-    installed(name)
-    model, _ = greenroom.load(str(folder), cache="50%", kernels="eager", kv=name)
-    try:
-        options = model.greenroom.setup.keys_values.kind.generation_options
-        expected = reference(folder).generate(
-            ids(1, 40), prefill_chunk_size=512, **options, **OPTIONS
+def test_single_tokens_read_quantised_rows_in_place(compiled_folder, name, monkeypatch):
+    with loaded(compiled_folder, kernels="native", kv=name) as model:
+        assert model.greenroom.bindings.reads_in_place
+        expected, updates = logits_of(model), []
+        update = QuantisedLayer.update
+        monkeypatch.setattr(
+            QuantisedLayer, "update", lambda *args: (updates.append(1), update(*args))[1]
         )
-        assert torch.equal(model.generate(ids(1, 40), **OPTIONS), expected)
-        with torch.no_grad():  # without `generate`, too
-            out = model(ids(1, 5))
-        assert type(out.past_key_values) is QuantizedCache
-    finally:
-        model.greenroom.detach()
-
-
-def test_a_kind_that_saves_nothing_says_so(folder, caplog):
-    """Two layers: while one is updated it takes more than both as they are computed."""
-    greenroom.load(str(folder), cache="50%", kv="fp8")[0].greenroom.detach()
-    (record,) = [r for r in caplog.records if "--kv fp8" in r.getMessage()]
-    assert "more memory than --kv dynamic" in record.getMessage()
-
-
-def test_a_kind_saves_where_there_are_many_layers():
-    few, many = ((LayerSize(1024),) * n for n in (4, 48))
-    stored = 1024 * 64 // 2  # half of 64 tokens
-    fp8 = CacheKind("fp8")
-    assert KVBytes(few, fp8, (stored,) * 4).saved_bytes(4096) < 0
-    assert KVBytes(many, fp8, (stored,) * 48).saved_bytes(4096) > 10 * 1024 * 4096
-
-
-def test_compiled_attention_goes_by_the_cache_s_own_update():
-    folder = cached_tiny("qwen3_moe", tokenizer=True, dtype="bfloat16", head_dim=32)
-    model, _ = greenroom.load(str(folder), cache="50%", kernels="native", kv="fp8")
-    plain, _ = greenroom.load(str(folder), cache="50%", kernels="native")
-    try:
-        assert model.greenroom.bindings.accelerated.counts["attention"]
-        with torch.inference_mode():
-            near, exact = (
-                each(ids(1, 1), past_key_values=each(ids(1, 30)).past_key_values).logits
-                for each in (model, plain)
-            )
-        assert not torch.equal(near, exact)
-        assert (near - exact).float().norm() < 0.2 * exact.float().norm()
-    finally:
-        model.greenroom.detach()
-        plain.greenroom.detach()
+        assert torch.equal(logits_of(model), expected)
+        assert len(updates) == model.config.num_hidden_layers  # the prompt's
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_the_memory_of_a_quantised_cache_is_counted(skeleton, folder, name):
-    installed(name)
+def test_the_text_does_not_depend_on_the_expert_cache(compiled_folder, name):
+    texts = []
+    for cache in ("20%", "100%"):
+        with loaded(compiled_folder, cache=cache, kv=name) as model:
+            texts.append(model.generate(ids(1, 40), **OPTIONS))
+            beams = model.generate(ids(1, 12), num_beams=3, **OPTIONS)
+            texts.append(beams)
+    assert torch.equal(texts[0], texts[2])
+    assert torch.equal(texts[1], texts[3])
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_the_memory_of_a_quantised_cache_is_counted(architecture, name):
+    skeleton = ModelSkeleton.of(cached_tiny(architecture, tokenizer=True, dtype="bfloat16"))
     sizes = kv_bytes(skeleton.model, name, block=512)
-    cache = sizes.kind.cache(skeleton.model.config)
-    model = reference(folder)
-    with torch.no_grad():
-        for tokens in (64, 1, 191):
-            model(ids(1, tokens), past_key_values=cache)
-    counted = sizes.held_bytes(256)
-    assert kv.held_bytes(cache) <= counted
+    with loaded(cached_tiny(architecture, tokenizer=True, dtype="bfloat16"), kv=name) as model:
+        cache = None
+        with torch.no_grad():
+            for tokens in (64, 1, 191):
+                cache = model(ids(1, tokens), past_key_values=cache).past_key_values
+    pages = sum(layer.rows for layer in sizes.layers) * kv.PAGESIZE
     assert (
-        counted
-        < kv.held_bytes(cache) + kv_kinds.RESIDUAL * sum(x.token for x in sizes.layers) * 1.2
+        0
+        <= sizes.held_bytes(256) - kv.held_bytes(cache)
+        <= pages + sum(layer.token * 512 for layer in sizes.layers if layer.max_tokens is not None)
     )
-    assert sizes.update_bytes(256) > 4 * max(layer.held_bytes(256) for layer in sizes.layers)
+
+
+def test_slots_come_back_at_any_number_of_layers():
+    """Single tokens need no decoded layer; a prompt needs one."""
+    form = FORMATS["int8"]
+    plain = LayerSize(512, shape=(1, 128, 128))
+    layer = plain.quantised(form)
+    assert (layer.token, layer.decoded) == (2 * 136, 512)
+    for layers in (1, 3, 48):
+        exact = KVBytes((plain,) * layers)
+        sizes = KVBytes((layer,) * layers, CacheKind("int8"))
+        assert sizes.total_bytes(4096, decodes=False) < 0.55 * exact.total_bytes(4096)
+        extra = sizes.total_bytes(4096) - sizes.total_bytes(4096, decodes=False)
+        assert extra == 512 * 4096
+        assert (sizes.total_bytes(4096) < exact.total_bytes(4096)) == (layers > 2)
+    assert LayerSize(512, in_place=False).quantised(form) == LayerSize(512, in_place=False)
 
 
 @pytest.mark.parametrize(
@@ -159,26 +187,42 @@ def test_keys_and_values_on_the_host_are_of_its_budget(skeleton):
     ("name", "architecture", "message"),
     [
         ("offloaded", "qwen3_moe", "on a CPU use --kv dynamic"),
-        ("fp8", "gpt_oss", "--kv fp8 does not work with gpt_oss models"),
-        ("fp8", "switch_transformers", "--kv fp8 does not work with switch_transformers models"),
-        ("int4", "qwen3_moe", "pip install optimum-quanto"),
+        ("int8", "switch_transformers", "--kv int8 does not work with switch_transformers models"),
     ],
 )
-def test_kinds_that_a_model_lacks_are_refused(name, architecture, message, monkeypatch):
-    monkeypatch.setattr(kv_kinds, "is_optimum_quanto_available", lambda: False)
+def test_kinds_that_a_model_lacks_are_refused(name, architecture, message):
     model = ModelSkeleton.of(cached_tiny(architecture)).model
     with pytest.raises(UsageError, match=message) as caught:
-        cache_kind(name, model, [(2, 8, 8)], on_a_gpu=False)
+        cache_kind(name, model, on_a_gpu=False)
     assert "\n" not in str(caught.value)
 
 
+def test_a_model_that_reads_stored_keys_is_refused(folder):
+    model, forward = ModelSkeleton.of(folder).model, Qwen3MoeAttention.forward
+
+    def peeks(module, x, *args, **kwargs):
+        out = forward(module, x, *args, **kwargs)
+        cache = kwargs["past_key_values"]
+        _ = out[0][:, 0, :8] @ cache.layers[0].keys[0, 0].mT
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Qwen3MoeAttention, "forward", peeks)
+        with pytest.raises(UsageError, match="which read stored keys: use --kv dynamic"):
+            kv_bytes(model, "int8", block=512)
+
+
+def test_a_model_without_full_attention_is_refused(monkeypatch):
+    model = ModelSkeleton.of(cached_tiny("mixtral", sliding_window=4)).model
+    with pytest.raises(UsageError, match="no layer has full attention"):
+        kv_bytes(model, "int4", block=512)
+
+
 def test_option_names_are_those_of_transformers(skeleton):
-    assert CacheKind().generation_options == {}
+    assert CacheKind().generation_options == CacheKind("int8").generation_options == {}
     assert isinstance(CacheKind().cache(skeleton.model.config), DynamicCache)
-    away = cache_kind("offloaded", skeleton.model, [], on_a_gpu=True)
+    away = cache_kind("offloaded", skeleton.model, on_a_gpu=True)
     assert away.generation_options == {"cache_implementation": "offloaded"}
-    options = CacheKind("int2", 32).generation_options["cache_config"]
-    assert options == {"backend": "quanto", "nbits": 2, "q_group_size": 32, "residual_length": 128}
 
 
 @pytest.mark.parametrize(

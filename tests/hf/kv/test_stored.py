@@ -10,7 +10,8 @@ import torch
 from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.cache_utils import DynamicCache
 
-from greenroom.hf.kv import cache as kv
+from greenroom.hf.kv.kinds import CacheKind
+from greenroom.hf.kv.sizes import KVBytes
 from greenroom.hf.kv.stored import (
     StoredBlock,
     add_tokens,
@@ -23,10 +24,11 @@ from greenroom.hf.kv.stored import (
 )
 
 HEADS, WIDTH = 2, 4
+PLAIN = CacheKind()
 
 
 class Setup:
-    context, cuda = 64, False
+    context, cuda, keys_values = 64, False, KVBytes(())
 
 
 def config(sliding: bool) -> Any:
@@ -36,10 +38,12 @@ def config(sliding: bool) -> Any:
     return Qwen3MoeConfig(**shape)
 
 
-def filled(of: Any, tokens: int, dtype: torch.dtype = torch.bfloat16) -> DynamicCache:
+def filled(
+    of: Any, tokens: int, dtype: torch.dtype = torch.bfloat16, kind: CacheKind = PLAIN
+) -> DynamicCache:
     """A KV cache with `tokens` tokens, added in two passes."""
     cache = DynamicCache(config=of)
-    kv.make_growing(cache, 64)
+    kind.make_growing(cache, 64)
     random = torch.Generator().manual_seed(tokens)
     for count in (tokens // 2, tokens - tokens // 2):
         for layer in range(4):
@@ -87,6 +91,24 @@ def test_keys_and_values_come_back_bit_by_bit(
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_quantised_keys_and_values_come_back_as_they_were_stored(name: str) -> None:
+    class Quantised(Setup):
+        keys_values = KVBytes((), CacheKind(name))
+
+    of, windows = config(True), (7, 0, 7, 0)
+    before = filled(of, 21, kind=CacheKind(name))
+    ranges, after = stored(before, windows, 21, 8), DynamicCache(config=of)
+    room = add_tokens(after, 21, ranges[-1][1], windows, Quantised, "cpu")
+    for begin, blocks, data in ranges:
+        copy_in(data, blocks, room, windows, begin, begin == 16)
+    more = torch.randn(2, 1, HEADS, 3, WIDTH).bfloat16()
+    for layer in range(4):
+        assert torch.equal(before.layers[layer].keys, after.layers[layer].keys)
+        for a, b in zip(before.update(*more, layer), after.update(*more, layer), strict=True):
+            assert torch.equal(a, b)
+
+
 def test_a_part_of_a_range_can_be_used_without_windows() -> None:
     of, windows = config(False), (0,) * 4
     before, after = filled(of, 21), DynamicCache(config=of)
@@ -113,7 +135,7 @@ def test_a_cache_without_tokens_or_with_other_layers_has_no_tensors() -> None:
 def test_other_kinds_of_caches_are_refused_by_name() -> None:
     model: Any = type("Other", (), {})()
     model.config = config(False)
-    kind = type("Kind", (), {"name": "fp8"})
+    kind = type("Kind", (), {"name": "offloaded"})
     model.greenroom = type("G", (), {"setup": type("S", (), {
         "keys_values": type("K", (), {"kind": kind})})})  # fmt: skip
-    assert refusal_reason(model).startswith("--kv fp8 has keys and values of another form")
+    assert refusal_reason(model).startswith("--kv offloaded has keys and values of another form")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import version
-from importlib.util import find_spec
 
 from greenroom.config import LoadConfig, parse_device
 from greenroom.errors import DeviceError, PredictorError, UsageError
@@ -28,10 +27,6 @@ def check_early(config: LoadConfig) -> None:
     if config.pin is not None:
         _readable(config.pin, UsageError, "cannot read {}, the file of --pin: {}")
     _check_device(config)
-    if config.kv in ("int4", "int2") and find_spec("optimum") is None:
-        raise UsageError(
-            f"--kv {config.kv} needs optimum-quanto: pip install optimum-quanto, or use --kv fp8"
-        )
 
 
 def _check_predictor(config: LoadConfig) -> None:

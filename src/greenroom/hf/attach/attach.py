@@ -282,7 +282,7 @@ class Greenroom:
 
     def use_slot_budget(self, slot_budget: SlotBudget) -> None:
         """Resize the expert cache when the KV cache grows: both share one memory budget."""
-        slot_budget.bind(self.driver)
+        slot_budget.bind(self.driver, self.bindings.reads_in_place)
         self.driver.capacity_range = self.capacity, self.capacity
         self.hooks.slot_budget = slot_budget
 

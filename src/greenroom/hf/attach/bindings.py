@@ -207,6 +207,12 @@ class Bindings:
             experts.fallback_reason for experts in self.experts
         )
 
+    @property
+    def reads_in_place(self) -> bool:
+        """Return whether compiled attention computes single tokens in all quantised layers."""
+        compiled = 0 if self.accelerated is None else self.accelerated.counts.get("attention", 0)
+        return compiled >= sum(layer.decoded > 0 for layer in self._setup.keys_values.layers)
+
     def compile(self) -> None:
         """Compile the expert kernels now, by trial computations of 1 and of 64 tokens."""
         binding: Binding = getattr(self.modules[0], BINDING)

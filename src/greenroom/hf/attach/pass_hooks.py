@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from greenroom.core.predictor import Ids, PassStart
 from greenroom.hf.attach.bindings import Bindings
 from greenroom.hf.kv.batched_cache import BatchedCache
-from greenroom.hf.kv.cache import ROOM, make_growing
+from greenroom.hf.kv.cache import ROOM
 from greenroom.hf.kv.kinds import DYNAMIC
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
@@ -143,7 +143,7 @@ class PassHooks:
         if isinstance(cache, BatchedCache):
             caches, lengths, added = cache.caches, cache.lengths, cache.additions()
         for each in caches:
-            make_growing(each, max(self._setup.context, ROOM) + 1, in_blocks=self._setup.cuda)
+            kind.make_growing(each, max(self._setup.context, ROOM) + 1, self._setup.cuda)
         if (slot_budget := self.slot_budget) is not None:  # another thread may resize the cache
             slot_budget.make_room(*added, batch)
         before = self._request

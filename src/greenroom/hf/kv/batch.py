@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from greenroom.hf.kv.batched_cache import BatchedCache
-from greenroom.hf.kv.kinds import DYNAMIC
+from greenroom.hf.kv.kinds import OFFLOADED
 from greenroom.runtime.kernels.dense.accelerate import FEW
 from greenroom.runtime.kernels.dense.attention import BATCHED_ATTENTION as SDPA
 
@@ -131,7 +131,9 @@ class Batch:
 
     def cache(self) -> Any:
         """Return an empty KV cache for a sequence; None if the model's forward makes its own."""
-        return DynamicCache(config=self._model.config) if self.has_dynamic_cache else None
+        if not self.has_dynamic_cache:
+            return None
+        return self._model.greenroom.setup.keys_values.kind.cache(self._model.config)
 
     def can_batch(self, lengths: Sequence[int]) -> bool:
         """Return whether sequences with these numbers of new tokens can share one pass."""
@@ -256,7 +258,8 @@ def unbatchable_reason(model: Any, configs: Sequence[Any]) -> str:
 
 def has_dynamic_cache(model: Any) -> bool:
     """Return whether a model's KV cache is a DynamicCache of plain or sliding-window layers."""
-    if model.config.is_encoder_decoder or model.greenroom.setup.keys_values.kind.name != DYNAMIC:
+    kind = model.greenroom.setup.keys_values.kind.name
+    if model.config.is_encoder_decoder or kind == OFFLOADED:
         return False
     if not model._supports_default_dynamic_cache():
         return False

@@ -57,6 +57,8 @@ class GrowingLayer(DynamicLayer):
     as computing one more layer.
     """
 
+    format_number = 0  # of a `KeyValueFormat`, in layers that quantise
+
     def __init__(self, room: int, in_blocks: bool) -> None:
         """Make an empty KV cache layer that grows in place.
 
@@ -130,7 +132,7 @@ class GrowingLayer(DynamicLayer):
             self._make(self.get_seq_length() + 1, (keys, values))
             assert self._buffers is not None
         self._count, self._views = self._count + 1, None
-        return KeyValueView(*self._buffers, self._count)
+        return KeyValueView(*self._buffers, self._count, self.format_number)
 
     def _add(self, tokens: int, *like: Tensor) -> None:
         """Add room for tokens, which are not written yet, to a KV cache layer."""
@@ -233,21 +235,34 @@ def layers_of(cache: Any) -> Iterator[Any]:
         yield from part.layers
 
 
-def make_growing(cache: Any, room: int = ROOM, in_blocks: bool = False) -> None:
+def make_growing(
+    cache: Any,
+    room: int = ROOM,
+    in_blocks: bool = False,
+    replace: Callable[[DynamicLayer, int, bool], GrowingLayer] | None = None,
+) -> None:
     """Make all plain layers of a KV cache grow in place, also later ones.
 
     room:      tokens for which address space is reserved, in host memory
     in_blocks: whether memory grows by blocks of 256 tokens instead, as on a GPU
+    replace:   makes a growing layer with the tokens of a plain one; None: `GrowingLayer.of`
     Other kinds of layers do not change.
     """
+    replace = replace or GrowingLayer.of
     for part in caches_of(cache):
         if type(part) is not DynamicCache or part.offloading:
             continue
         if part.layer_class_to_replicate is DynamicLayer:
-            part.layer_class_to_replicate = partial(GrowingLayer, room, in_blocks)
+            part.layer_class_to_replicate = partial(_grown, replace, room, in_blocks)
         for index, layer in enumerate(part.layers):
             if type(layer) is DynamicLayer:
-                part.layers[index] = GrowingLayer.of(layer, room, in_blocks)
+                part.layers[index] = replace(layer, room, in_blocks)
+
+
+def _grown(
+    replace: Callable[[DynamicLayer, int, bool], GrowingLayer], room: int, in_blocks: bool
+) -> GrowingLayer:
+    return replace(DynamicLayer(), room, in_blocks)
 
 
 def append_token(cache: Any, layer_idx: int) -> KeyValueView | None:
@@ -262,7 +277,7 @@ def append_token(cache: Any, layer_idx: int) -> KeyValueView | None:
     layer = cache.layers[layer_idx]
     if type(layer) is DynamicLayer:
         layer = cache.layers[layer_idx] = GrowingLayer.of(layer)
-    if type(layer) is not GrowingLayer or not layer.is_initialized:
+    if not isinstance(layer, GrowingLayer) or not layer.is_initialized:
         return None
     return layer.append_token()
 
@@ -280,7 +295,7 @@ def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:
     """
     freed = 0
     for layer in layers_of(cache):
-        if type(layer) is GrowingLayer:
+        if isinstance(layer, GrowingLayer):
             freed += layer.grow(tokens)
         if freed > FREED:
             release()
@@ -292,8 +307,8 @@ def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:
 def has_all_tokens(cache: Any, tokens: int) -> bool:
     """Return whether a KV cache has keys and values of its first `tokens` tokens.
 
-    The result is False for recurrent states, offloaded or quantised caches, and sliding windows
-    that have dropped tokens.
+    The result is False for recurrent states, offloaded caches, and sliding windows that have
+    dropped tokens.
     """
     if type(cache) is not DynamicCache or cache.offloading:
         return False
@@ -305,7 +320,7 @@ def has_all_tokens(cache: Any, tokens: int) -> bool:
 def _has_all_tokens(layer: Any) -> bool:
     if type(layer) is DynamicSlidingWindowLayer:
         return bool(layer.cumulative_length < layer.sliding_window)
-    return type(layer) in (DynamicLayer, GrowingLayer)
+    return type(layer) is DynamicLayer or isinstance(layer, GrowingLayer)
 
 
 def truncate(cache: Any, tokens: int) -> bool:
@@ -328,10 +343,17 @@ def truncate(cache: Any, tokens: int) -> bool:
 def copy_tokens(cache: Any, tokens: int, into: Any) -> Any:
     """Copy the first `tokens` tokens of a KV cache to the empty cache `into`.
 
-    Returns `into`. `has_all_tokens(cache, tokens)` must be true.
+    Returns `into`, whose layers are of the same kinds. `has_all_tokens(cache, tokens)` must be
+    true.
     """
     for index, layer in enumerate(cache.layers):
-        into.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], index)
+        parts = [stored[:, :, :tokens] for stored in (layer.keys, layer.values)]
+        target = into.layers[index] if index < len(into.layers) else None
+        if not isinstance(target, GrowingLayer):
+            into.update(*parts, index)
+            continue
+        for room, part in zip(target.extend(tokens, *parts), parts, strict=True):
+            room.copy_(part)
     return into
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,8 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from greenroom.errors import UsageError
 from greenroom.hf.kv.cache import BLOCK, FREED, layers_of
-from greenroom.hf.kv.kinds import DYNAMIC, OFFLOADED, RESIDUAL, UPDATING, CacheKind, cache_kind
+from greenroom.hf.kv.kinds import DYNAMIC, OFFLOADED, CacheKind, cache_kind
+from greenroom.runtime.kernels.dense.kv_rows import KeyValueFormat
 
 PROBE = 47  # tokens; a dimension of this size is taken for the tokens
 GPU_PAGE = 2 << 20  # what torch's allocator rounds large tensors up to
@@ -34,6 +36,7 @@ class LayerSize:
     max_tokens: most tokens that the layer stores, if it has a sliding window; else None
     in_place: whether the layer's tensors grow in place
     shape:    number of heads, width of a key, width of a value
+    decoded:  bytes of a token as computed, if the layer stores less; else 0
     """
 
     token: int
@@ -42,6 +45,18 @@ class LayerSize:
     max_tokens: int | None = None
     in_place: bool = True
     shape: tuple[int, int, int] = (1, 1, 1)
+    decoded: int = 0
+
+    def quantised(self, form: KeyValueFormat) -> LayerSize:
+        """Return the size of this layer with quantised keys and values.
+
+        Layers that do not grow in place are never quantised.
+        """
+        if not self.in_place:
+            return self
+        heads, *widths = self.shape
+        token = heads * sum(map(form.row_bytes, widths))
+        return replace(self, token=token, decoded=self.token)
 
     def held_bytes(self, tokens: int) -> int:
         """Return how many bytes `tokens` tokens take in a layer, not rounded to pages."""
@@ -55,16 +70,14 @@ class LayerSize:
 class KVBytes:
     """Memory of a model's KV cache, as a function of the tokens in each sequence.
 
-    layers:       the memory of each layer
-    kind:         plain, quantised or offloaded
-    stored_bytes: bytes of 64 tokens in each layer, if the cache is quantised
-    on_a_gpu:     whether the cache is in a GPU's memory
-    room:         tokens within which a cache in host memory grows without a copy
+    layers:   the memory of each layer
+    kind:     plain, quantised or offloaded
+    on_a_gpu: whether the cache is in a GPU's memory
+    room:     tokens within which a cache in host memory grows without a copy
     """
 
     layers: tuple[LayerSize, ...]
     kind: CacheKind = field(default_factory=CacheKind)
-    stored_bytes: tuple[int, ...] = ()
     on_a_gpu: bool = False
     room: int = 4096
 
@@ -73,10 +86,6 @@ class KVBytes:
 
         During a forward pass it may take more: see `update_bytes`.
         """
-        if self.kind.quantised:
-            stored_bytes = sum(nbytes * -(-tokens // 64) for nbytes in self.stored_bytes)
-            residual = RESIDUAL * sum(layer.token for layer in self.layers)
-            return batch * (stored_bytes + residual)
         if self.kind.name == OFFLOADED:  # the layer that computes, and the next one
             return 2 * batch * self._largest(tokens)
         return sum(self._paged_bytes(layer, tokens, batch) for layer in self.layers)
@@ -86,25 +95,23 @@ class KVBytes:
         offloaded = self.kind.name == OFFLOADED
         return sum(layer.held_bytes(tokens) for layer in self.layers) if offloaded else 0
 
-    def update_bytes(self, tokens: int, batch: int = 1) -> int:
-        """Return the most extra bytes that a KV cache takes while a layer adds tokens."""
-        if self.kind.quantised:
-            return int(batch * UPDATING[self.kind.name] * self._largest(tokens))
+    def update_bytes(self, tokens: int, batch: int = 1, decodes: bool = True) -> int:
+        """Return the most extra bytes that a KV cache takes while a layer adds tokens.
+
+        decodes: whether attention needs quantised keys and values decoded, as that of prompts does
+        """
         if self.kind.name == OFFLOADED:
             return batch * self._largest(tokens)
         all_copy = self.on_a_gpu or tokens > self.room
-        copied = (x.held_bytes(tokens) for x in self.layers if all_copy or not x.in_place)
+        copied = max(
+            (x.held_bytes(tokens) for x in self.layers if all_copy or not x.in_place), default=0
+        )
+        decoded = max((layer.decoded for layer in self.layers), default=0) * tokens * decodes
         freed = FREED if self.on_a_gpu and tokens > BLOCK else 0
-        return batch * max(copied, default=0) + freed
+        return batch * max(copied, decoded) + freed
 
-    def total_bytes(self, tokens: int, batch: int = 1) -> int:
-        return self.held_bytes(tokens, batch) + self.update_bytes(tokens, batch)
-
-    def saved_bytes(self, tokens: int) -> int:
-        """Return how many bytes fewer than `dynamic` this KV cache takes; negative if more."""
-        return replace(self, kind=CacheKind(), stored_bytes=()).total_bytes(
-            tokens
-        ) - self.total_bytes(tokens)
+    def total_bytes(self, tokens: int, batch: int = 1, decodes: bool = True) -> int:
+        return self.held_bytes(tokens, batch) + self.update_bytes(tokens, batch, decodes)
 
     def _largest(self, tokens: int) -> int:
         return max((layer.held_bytes(tokens) for layer in self.layers), default=0)
@@ -144,15 +151,29 @@ def kv_bytes(
         except Exception:  # a model whose forward cannot run without data
             layers = _by_config(model)
         _LAYERS[key] = layers
-    kind = cache_kind(kv, model, [layer.shape for layer in layers], on_a_gpu)
-    stored_bytes: tuple[int, ...] = ()
-    if kind.quantised:
-        sizes = {
-            layer.shape: kind.stored_bytes(*layer.shape, model.dtype)
-            for layer in dict.fromkeys(layers)
-        }
-        stored_bytes = tuple(sizes[layer.shape] for layer in layers)
-    return KVBytes(tuple(layers), kind, stored_bytes, on_a_gpu, room)
+    kind = cache_kind(kv, model, on_a_gpu)
+    if (form := kind.form) is not None:
+        layers = [layer.quantised(form) for layer in layers]
+        _check_quantised(model, kind, layers)
+    return KVBytes(tuple(layers), kind, on_a_gpu, room)
+
+
+def _check_quantised(model: PreTrainedModel, kind: CacheKind, layers: Sequence[LayerSize]) -> None:
+    """Check that a model can compute with quantised keys and values; else raise UsageError.
+
+    Some read the stored keys of other layers, which are rows of bytes here.
+    """
+    refusal = f"--kv {kind.name} does not work with {model.config.model_type} models"
+    if not any(layer.decoded for layer in layers):
+        raise UsageError(f"{refusal}: no layer has full attention; use --kv dynamic")
+    cache = kind.cache(model.config, in_blocks=True)
+    try:
+        with torch.no_grad(), _equal_modules_once(model):
+            for tokens in (PROBE, 1):
+                ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+                model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Exception as error:  # a model's own code fails in its own way
+        raise UsageError(f"{refusal}, which read stored keys: use --kv dynamic") from error
 
 
 def _layers(model: PreTrainedModel, block: int) -> list[LayerSize]:

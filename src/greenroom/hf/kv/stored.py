@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from greenroom.hf.kv.batch import has_dynamic_cache
-from greenroom.hf.kv.cache import GrowingLayer, make_growing
-from greenroom.hf.kv.kinds import DYNAMIC
+from greenroom.hf.kv.cache import GrowingLayer
+from greenroom.hf.kv.kinds import OFFLOADED
 
 Bytes = NDArray[np.uint8]
 
@@ -53,7 +53,7 @@ class StoredBlock:
 def refusal_reason(model: Any) -> str:
     """Return why a model's KV cache cannot be stored, or an empty string."""
     name, kind = type(model).__name__, model.greenroom.setup.keys_values.kind.name
-    if kind != DYNAMIC:
+    if kind == OFFLOADED:
         return f"--kv {kind} has keys and values of another form: leave out --kv"
     if not has_dynamic_cache(model):
         return f"the KV cache of {name} does not store keys and values token by token"
@@ -71,7 +71,7 @@ def window_lengths(model: Any, context: int) -> tuple[int, ...]:
 
 
 def tensors_of(cache: Any, windows: Sequence[int]) -> list[Tensor]:
-    """Return each layer's keys and values in turn, [heads, tokens, width].
+    """Return each layer's keys and values in turn, [heads, tokens, width], as they are stored.
 
     The list is empty if a layer has none, or has another number of layers than `windows`.
     """
@@ -119,11 +119,11 @@ def add_tokens(
 
     Returns each layer's keys and values in turn, [heads, tokens, width].
     """
-    make_growing(cache, setup.context + 1, in_blocks=setup.cuda)
+    setup.keys_values.kind.make_growing(cache, setup.context + 1, setup.cuda)
     tensors: list[Tensor] = []
     for i, (keys, values) in enumerate(zip(last[::2], last[1::2], strict=True)):
         layer = cache.layers[i]
-        if type(layer) is GrowingLayer:
+        if isinstance(layer, GrowingLayer):
             empty = [
                 torch.empty((1, block.heads, 0, block.width), dtype=block.dtype, device=device)
                 for block in (keys, values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from greenroom.config import Amount, LoadConfig, parse_device, scope_of, show_bytes, split_of
+from greenroom.config import Amount, LoadConfig, parse_device, scope_of, split_of
 from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.state import group_sizes
 from greenroom.hf.attach.predictors import check_prefetch
@@ -40,7 +40,6 @@ def requested_setup(
     check_prefetch(
         skeleton.model, catalog, config.prefetch, config.predictor, description.fingerprint
     )
-    _warn_about_kv(description, config.kv)
     kind, devices = parse_device(config.device)
     limit = config.read_limit
     setup = ModelSetup(
@@ -72,17 +71,6 @@ def requested_setup(
     setup = replace(setup, kernels=kernels_of(setup), kernel_fallback=kernel_fallback(setup))
     shrink_dense(skeleton, config, setup.kernels in COMPILED)
     return replace(setup, capacity=least_slots(setup))
-
-
-def _warn_about_kv(description: Description, kv: str) -> None:
-    """Warn where a quantised KV cache takes more memory than a plain one."""
-    keys_values, context = description.keys_values, description.context
-    if keys_values.kind.quantised and (saved := keys_values.saved_bytes(context)) <= 0:
-        log.warning(
-            "--kv %s takes %s more memory than --kv dynamic for %d tokens, and is slower, because"
-            " this model has few layers: use --kv dynamic",
-            kv, show_bytes(-saved), context,
-        )  # fmt: skip
 
 
 def complete_setup(description: Description, budget: Budget, config: LoadConfig) -> ModelSetup:

@@ -55,7 +55,7 @@ def load(
     cache: size of the expert cache, instead of `memory`: "25%" of the experts, or "2GiB"
     pressure: give slots back while other processes need memory: auto (not with `cache`), on, off
     context: most tokens of a prompt and its answer together
-    kv: type of the KV cache: dynamic, offloaded; fp8, int4 or int2, which change the output
+    kv: type of the KV cache: dynamic, offloaded; int8 or int4, which change the output
     disk_tables: least size of an input embedding that stays on disk, "64MiB", or "off"
     device: auto (cuda if torch has it), cpu, cuda, "cuda:0,cuda:1", fake (for tests)
     dtype: dtype to compute in: auto (that of the checkpoint), bfloat16, float16, float32

@@ -43,7 +43,7 @@ def _short_line(name: str, model: PreTrainedModel) -> str:
     slots = show_bytes(stats.capacity * stats.slot_bytes)
     shown = name.rstrip("/").rpartition("/")[2][:40]
     kind, kv_bytes = setup.keys_values.kind, setup.keys_values.total_bytes(setup.context)
-    kv = f" in {kind.name}, WHICH CHANGES THE OUTPUT," if kind.quantised else ""
+    kv = f" in {kind.name}, WHICH CHANGES THE OUTPUT," if kind.form else ""
     line = f"{shown}: {stats.capacity} of {stats.experts} experts in slots ({slots})"
     if setup.approximation is not None:
         line += " · inexact misses, WHICH CHANGES THE OUTPUT"
@@ -103,7 +103,7 @@ def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         else ""
     )
     kind, kv_bytes = setup.keys_values.kind, setup.keys_values.total_bytes(setup.context)
-    quantised = f" in {kind.name}, which changes the output," if kind.quantised else ""
+    quantised = f" in {kind.name}, which changes the output," if kind.form else ""
     approximation = f" · {_approximation(greenroom)}" if setup.approximation is not None else ""
     kernels = f" · kernels: {stats.kernels}" if stats.kernels != greenroom.kernel.name else ""
     origin = f" · settings {setup.settings_origin}" if setup.settings_origin else ""

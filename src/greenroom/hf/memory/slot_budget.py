@@ -55,6 +55,7 @@ class SlotBudget:
     release: Callable[[], None] = trim_heap
     full_context_slots: int = field(init=False)
     _driver: Driver = field(init=False)
+    _in_place: bool = field(init=False, default=False)  # single tokens read quantised keys
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _caches: weakref.WeakSet[Any] = field(init=False, default_factory=weakref.WeakSet)
     _last_pass: tuple[Any, ...] = field(init=False, default=())  # it has room
@@ -90,12 +91,14 @@ class SlotBudget:
         """Return a memory budget that leaves `slots` expert slots with a full context."""
         return replace(self, budget=self.full_context_needs().total + self._nbytes(slots))
 
-    def bind(self, driver: Driver) -> None:
+    def bind(self, driver: Driver, in_place: bool) -> None:
         """Take control of the number of expert slots of a model.
 
         `driver` reads experts into these slots. Their number becomes `initial_slots` now, and
-        follows the KV cache from then on.
+        follows the KV cache from then on. `in_place` is whether the attention of single tokens
+        reads quantised keys and values without decoding a layer's.
         """
+        self._in_place = in_place
         self._driver, self._last_need = driver, self.first_block_needs()
         driver.resize(self.initial_slots())
         self._resized_for = self._last_need.total
@@ -151,7 +154,8 @@ class SlotBudget:
         lengths_before = [_tokens(cache) for cache in caches]
         after = [a + b for a, b in zip(lengths_before, lengths, strict=True)]
         blocks, length = list(map(self._round_up, after)), sum(lengths)
-        this_pass = [*map(weakref.ref, existing)], batch, length, blocks
+        decodes = self._decodes(max(lengths))
+        this_pass = [*map(weakref.ref, existing)], batch, length, blocks, decodes
         if existing and this_pass == self._last_pass:  # as for nearly every token
             return
         sizes = self.keys_values
@@ -159,7 +163,7 @@ class SlotBudget:
             nbytes = sum(sizes.held_bytes(tokens, batch) for tokens in blocks) + self._other_caches(
                 existing
             )
-            nbytes += max(sizes.update_bytes(tokens, batch) for tokens in blocks)
+            nbytes += max(sizes.update_bytes(tokens, batch, decodes) for tokens in blocks)
             for cache, before, tokens in zip(caches, lengths_before, after, strict=True):
                 if before:  # a cache of another kind may take more than ours
                     nbytes += max(0, kv.held_bytes(cache) - sizes.held_bytes(tokens, batch))
@@ -199,7 +203,12 @@ class SlotBudget:
 
     def _sequence_needs(self, length: int, tokens: int) -> MemoryNeeds:
         """Return the memory needs of a forward pass of one sequence."""
-        return self._needs(self.keys_values.total_bytes(tokens), 1, length, tokens)
+        nbytes = self.keys_values.total_bytes(tokens, decodes=self._decodes(length))
+        return self._needs(nbytes, 1, length, tokens)
+
+    def _decodes(self, length: int) -> bool:
+        """Return whether a pass of `length` new tokens decodes quantised keys and values."""
+        return length > 1 or not self._in_place
 
     def _needs(self, keys_values: int, batch: int, length: int, tokens: int) -> MemoryNeeds:
         workspace = self.workspace.nbytes(batch, length, tokens) + SLACK

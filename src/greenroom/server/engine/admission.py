@@ -172,7 +172,7 @@ class Admission:
         if not takes_over:
             self._reserve(tokens)
             setup = self._greenroom.setup
-            kv.make_growing(sequence.cache, setup.context + 1, in_blocks=setup.cuda)
+            setup.keys_values.kind.make_growing(sequence.cache, setup.context + 1, setup.cuda)
             kv.copy_tokens(best.cache, tokens, sequence.cache)
         saved = tuple(each for each in best.saved if each.end <= tokens)
         self._reuse(sequence, best.number, tokens, min(tokens, best.exact), saved)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from greenroom.runtime.kernels.dense.kv_rows import FORMATS
 from greenroom.runtime.kernels.launch.sequence import address_of, batch_stage
 from greenroom.runtime.kernels.native.library import library
 from tests.runtime.kernels.native.variants import DTYPES, entries, same_bits
@@ -22,24 +23,27 @@ def draw(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 class Attended:
-    """A call of `attend` for q [heads, width] and k, v [key heads, tokens, width]."""
+    """A call of `attend` for q [heads, width] and k, v [key heads, tokens, width], or rows."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor) -> None:
-        (heads, width), (key_heads, context, _) = q.shape, k.shape
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor, form: int = 0
+    ) -> None:
+        (heads, width), (key_heads, context, row) = q.shape, k.shape
         self.out = torch.zeros(len(weight), dtype=q.dtype)
         mixed = torch.zeros(heads * width, dtype=q.dtype)
-        scores = torch.full((heads * (context + 2 * width) + key_heads * width,), float("nan"))
+        numbers = heads * (context + 2 * width) + key_heads * (1 + 64) * width
+        scores = torch.full((numbers,), float("nan"))
         matrix = library().structure("Matrix")(base=weight.data_ptr())
         self._alive = q, k, v, weight, bias, mixed, scores, matrix
-        size = q.itemsize
         self.call = library().structure("AttendCall")(
             context=context, width=width, key_heads=key_heads, group=heads // key_heads
         )
         call = self.call
         call.scale, call.outputs = 0.5, len(weight)
         call.queries, call.keys, call.values = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        call.key_step = call.value_step = size * context * width
-        call.key_row = call.value_row = size * width
+        call.key_row = call.value_row = k.itemsize * row
+        call.key_step = call.value_step = context * call.key_row
+        call.format = form
         call.scores, call.mixed = scores.data_ptr(), mixed.data_ptr()
         call.matrix, call.bias = ctypes.addressof(matrix), bias.data_ptr()
         call.out = self.out.data_ptr()
@@ -94,6 +98,24 @@ def test_attention_has_the_same_bits_in_every_library_and_in_a_batch(dtype):
         assert (results[0].double() - expected).norm() < near * expected.norm()
 
 
+@pytest.mark.parametrize("form", FORMATS.values(), ids=list(FORMATS))
+@pytest.mark.parametrize("context", [1, 3, 64, 70, 131])
+def test_attention_over_quantised_rows_is_that_over_decoded_ones(form, context):
+    weight, bias = torch.eye(QUERIES * WIDTH), torch.zeros(QUERIES * WIDTH)
+    q, k, v = draw(torch.float32, 3, QUERIES, WIDTH)[0], *draw(
+        torch.float32, 2, KEYS, context, WIDTH
+    ).unbind()  # fmt: skip
+    rows = [form.pack_by_torch(each).contiguous() for each in (k, v)]
+    decoded = [form.expand_by_torch(each, WIDTH).contiguous() for each in rows]
+    results = []
+    for entry in entries("attend", torch.float32):
+        for keys_values, number in ((rows, form.number), (decoded, 0)):
+            case = Attended(q, *keys_values, weight, bias, number)
+            entry(address_of(case.call))
+            results.append(case.out)
+    assert same_bits(results)
+
+
 def test_attention_of_infinite_scores_is_no_number():
     q, k, v = torch.ones(1, 16), torch.ones(1, 3, 16), torch.ones(1, 3, 16)
     k[0, 1] = float("inf")
@@ -137,3 +159,24 @@ def test_projected_heads_have_bias_and_rotation_in_every_library(dtype, rotary):
         row[:rotary] = row[:rotary] * cos.double() + turned * sin.double()
     near = 1e-5 if dtype is torch.float32 else 2e-2
     assert (results[0].double() - expected).norm() < near * expected.norm()
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=list(FORMATS))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_projected_keys_and_values_are_quantised_where_they_are_stored(form, dtype):
+    """An identity as the matrix of each head: queries stay as they are."""
+    x, weight = draw(dtype, WIDTH), torch.eye(WIDTH, dtype=dtype)
+    matrix = library().structure("Matrix")(base=weight.data_ptr())
+    described = (library().structure("Head") * 3)()
+    for head in described:
+        head.matrix = ctypes.addressof(matrix)
+    for entry in entries("project", dtype):
+        query, projected = torch.zeros(WIDTH, dtype=dtype), torch.zeros(3, WIDTH)
+        rows = torch.zeros(2, form.row_bytes(WIDTH), dtype=torch.uint8)
+        call = library().structure("ProjectCall")(hidden=WIDTH, query_heads=1, key_heads=1)
+        call.width, call.x, call.format = WIDTH, x.data_ptr(), form.number
+        call.projected, call.heads = projected.data_ptr(), ctypes.addressof(described)
+        call.queries, call.keys, call.values = (each.data_ptr() for each in (query, *rows))
+        entry(address_of(call))
+        assert torch.equal(query, x)
+        assert torch.equal(rows, form.pack_by_torch(x).expand(2, -1))

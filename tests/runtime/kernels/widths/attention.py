@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from greenroom.runtime.kernels.dense.kv_rows import KeyValueFormat
 from greenroom.runtime.kernels.dense.norms import NORMS
 from tests.runtime.kernels.codes import Style
 from tests.runtime.kernels.widths.kernel import (
@@ -22,6 +23,7 @@ QUERY_HEADS, KEY_HEADS = 2, 2
 HEADS = QUERY_HEADS + 2 * KEY_HEADS
 EPS, GAP = 1e-6, 3  # elements between the keys, and the values, of two heads
 TOKENS = 3
+CONTEXT_BLOCK = 64  # tokens of quantised rows that are decoded at a time
 
 
 @dataclass
@@ -145,7 +147,10 @@ def check_project_rows(kernel: WalledKernel, projection: Projection) -> Iterator
 
 @dataclass
 class Attention:
-    """The weights of an output projection, and the sizes of a token's attention."""
+    """The weights of an output projection, and the sizes of a token's attention.
+
+    form: of quantised keys and values, or None
+    """
 
     kernel: WalledKernel
     width: int
@@ -153,6 +158,7 @@ class Attention:
     outputs: int
     encoding: Style | None = None
     kernels: str = "native"
+    form: KeyValueFormat | None = None
 
     def __post_init__(self) -> None:
         kernel, self.inputs = self.kernel, KEY_HEADS * self.group * self.width
@@ -177,17 +183,23 @@ class AttentionCall:
 
     def __init__(self, attention: Attention, context: int) -> None:
         kernel, width, group = attention.kernel, attention.width, attention.group
-        self.attention, heads, size = attention, KEY_HEADS * group, kernel.dtype.itemsize
+        self.attention, heads, form = attention, KEY_HEADS * group, attention.form
         self.q = kernel.normals(KEY_HEADS, group, width)
         self.k = kernel.normals(KEY_HEADS, context, width)
         self.v = kernel.normals(KEY_HEADS, context, width)
+        keys, values = self.k, self.v
         memory = heads * (context + 2 * width) + KEY_HEADS * width
+        if form is not None:
+            keys, values = (form.pack_by_torch(each) for each in (keys, values))
+            self.k, self.v = (form.expand_by_torch(each, width) for each in (keys, values))
+            memory += KEY_HEADS * CONTEXT_BLOCK * width
+        row = keys.shape[-1] * keys.itemsize
         self.mixed = kernel.allocate(attention.inputs, dtype=kernel.dtype)
         self.out = kernel.allocate(attention.outputs, dtype=kernel.dtype)
         self.call = kernel.place_call(
-            "AttendCall", queries=kernel.place(self.q), keys=kernel.place(self.k),
-            values=kernel.place(self.v.transpose(0, 1)), key_step=size * context * width,
-            key_row=size * width, value_step=size * width, value_row=size * width * KEY_HEADS,
+            "AttendCall", queries=kernel.place(self.q), keys=kernel.place(keys.contiguous()),
+            values=kernel.place(values.transpose(0, 1)), key_step=context * row, key_row=row,
+            value_step=row, value_row=row * KEY_HEADS, format=form.number if form else 0,
             context=context, width=width, key_heads=KEY_HEADS, group=group, scale=0.25,
             scores=kernel.allocate(memory).data_ptr(), mixed=self.mixed.data_ptr(),
             matrix=attention.matrix, outputs=attention.outputs, bias=attention.placed_bias,

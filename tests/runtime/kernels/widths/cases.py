@@ -9,11 +9,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from greenroom.runtime.kernels.dense.kv_rows import FORMATS
 from tests.runtime.kernels.codes import Style
 from tests.runtime.kernels.native.variants import LIBRARIES, PAIR_FORMS, pair_form
 from tests.runtime.kernels.toys import DTYPES
 from tests.runtime.kernels.walls import bytes_of
-from tests.runtime.kernels.widths import attention, dense, experts, formats, peaks, routers
+from tests.runtime.kernels.widths import attention, dense, experts, formats, kv_rows, peaks, routers
 from tests.runtime.kernels.widths.attention import KEY_HEADS, Attention, Projection
 from tests.runtime.kernels.widths.experts import Kind
 from tests.runtime.kernels.widths.kernel import WalledKernel, symbol_of
@@ -147,6 +148,11 @@ def attend_cases(kernel: str, check: Callable[..., Iterator[Tensor]]) -> Iterato
     yield Case(kernel, "outputs", lambda k, n: check(k, Attention(k, 16, 3, n), 5))
     heads = lambda k, n: check(k, Attention(k, n, 1, 7), 5)  # noqa: E731
     yield Case(kernel, "width", heads, 16, BLOCKS, ALL_BLOCKS)
+    for form in FORMATS.values():
+        tokens = lambda k, n, f=form: check(k, Attention(k, 16, 2, 7, form=f), n)  # noqa: E731
+        yield Case(kernel, f"context-{form.name}", tokens)
+        heads = lambda k, n, f=form: check(k, Attention(k, n, 2, 7, form=f), 5)  # noqa: E731
+        yield Case(kernel, f"width-{form.name}", heads, 16, BLOCKS, ALL_BLOCKS)
     make = lambda k, n, *encoding: check(  # noqa: E731
         k, Attention(k, n // KEY_HEADS, 1, 70, *encoding), 3
     )
@@ -160,6 +166,8 @@ CASES = (
     *encoded_cases("linear", dense.check_encoded_linear),
     *encoded_cases("expand_rows", dense.check_expand),
     Case("pack_rows", "columns", dense.check_pack, 32, BLOCKS, ALL_BLOCKS, typed=False),
+    Case("pack_keys_values", "width", kv_rows.check_pack),
+    Case("expand_keys_values", "width", kv_rows.check_expand),
     Case("add_and_norm", "columns", dense.check_norm),
     Case("add_and_norm_rows", "columns", dense.check_norm_rows),
     Case("test_exponentials", "length", dense.check_exponentials),

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,10 +142,21 @@ def test_batch_invariant_answers_are_those_without_the_cache(engine: Engine, dty
     assert recorder.tokens == expected
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "gpt_oss", "mixtral", "gemma4"])
-def test_other_kinds_of_attention(engine: Engine, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("deepseek_v2", "dynamic"),
+        ("gpt_oss", "dynamic"),
+        ("mixtral", "dynamic"),
+        ("gemma4", "dynamic"),
+        ("qwen3_moe", "int8"),
+        ("gpt_oss", "int4"),
+    ],
+)
+def test_other_kinds_of_attention(engine: Engine, name: str, kind: str) -> None:
     """Sliding windows are reused at the end of the earlier answer, as in memory."""
     folder = cached_tiny(name, tokenizer=True)
+    engine = partial(engine, kv=kind)
     first, memory = engine(folder), engine(folder, prompt_cache=None)
     ids, _ = answer(first, PROMPT)
     first.close()

@@ -37,6 +37,7 @@ _NORMS = ("q_norm", "k_norm")
 BATCHED_ATTENTION = "greenroom_sdpa"  # replaces sdpa in passes with several sequences
 _IMPLEMENTATIONS = {"sdpa", BATCHED_ATTENTION}
 _TRIED_CONTEXT = 37  # tokens
+_CONTEXT_BLOCK = 64  # tokens whose quantised rows are decoded at a time (native/attention.hpp)
 _LANES = 16  # of a vector in native/simd.hpp; the width of a head is a multiple
 # Largest relative distance to the class's own forward that rounding explains.
 _NEAR = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -49,13 +50,15 @@ Style = tuple[int, float]  # how an RMSNorm applies its weight; its epsilon
 class KeyValueView(NamedTuple):
     """One layer's keys and values in a KV cache, with space for one new token.
 
-    Both tensors are [1, kv_heads, capacity, head width]. `tokens` is the number of tokens with the
-    new one, whose key and value are not written yet.
+    Both tensors are [1, kv_heads, capacity, head width], or rows of bytes if they are quantised.
+    `tokens` is the number of tokens with the new one, whose key and value are not written yet.
+    `format` is the number of a `KeyValueFormat`; 0: the model's type.
     """
 
     keys: Tensor
     values: Tensor
     tokens: int
+    format: int = 0
 
 
 # (cache, layer) -> view with one more token; None: the cache's `update` must be called.
@@ -269,14 +272,15 @@ class OneTokenAttention:
         It holds the queries, then scratch memory, then `extra` values for the caller.
         """
         projected = (self.heads + 2 * self.kv_heads) * self.width
-        attended = self.heads * (context + 3 * self.width) + self.kv_heads * self.width
+        decoded = self.kv_heads * _CONTEXT_BLOCK * self.width  # of quantised keys and values
+        attended = self.heads * (context + 3 * self.width) + self.kv_heads * self.width + decoded
         return torch.empty(self.heads * self.width + max(projected, attended) + extra)
 
     def _project_call(self, x: int, positions: Positions, view: KeyValueView, work: Tensor) -> Any:
         """Make the call of `project`; it writes queries to the start of `work`."""
-        template, size = self._project_template, self.dtype.itemsize
+        template, size = self._project_template, view.keys.itemsize
         call = type(template).from_buffer_copy(template)
-        (cos, sin), (k, v, tokens) = positions, view
+        (cos, sin), (k, v, tokens, call.format) = positions, view
         call.x, call.rotary = x, cos.shape[-1]
         call.queries = queries = work.data_ptr()
         call.projected = queries + 4 * self.heads * self.width
@@ -291,9 +295,9 @@ class OneTokenAttention:
 
     def _attend_call(self, queries: int, view: KeyValueView, work: Tensor, out: int) -> Any:
         """Make the call of `attend`: queries [heads, width] with the view's tokens."""
-        template, size = self._attend_template, self.dtype.itemsize
+        template, size = self._attend_template, view.keys.itemsize
         call = type(template).from_buffer_copy(template)
-        k, v, call.context = view
+        k, v, call.context, call.format = view
         call.queries, call.keys, call.values = queries, k.data_ptr(), v.data_ptr()
         _, key_step, key_row, _ = k.stride()
         _, value_step, value_row, _ = v.stride()

@@ -39,6 +39,7 @@ def model_key(model: Any, config: ServeConfig, tokens: int) -> str:
         "config": model.config.to_json_string(use_diff=False),
         "files": [_file_facts(path) for path in files],
         "dtype": str(model.dtype),
+        "keys_values": setup.keys_values.kind.name,
         "kernels": bindings.kernel_description,
         "library": "" if missing_reason() else library().source_digest + library().variant,
         "attention": model.config._attn_implementation,
