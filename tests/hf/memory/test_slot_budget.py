@@ -43,9 +43,9 @@ def ids(*shape: int) -> torch.Tensor:
     return torch.randint(3, 300, shape, generator=torch.Generator().manual_seed(5))
 
 
-def slot_budget_of(skeleton: ModelSkeleton, **options: Any) -> SlotBudget:
+def slot_budget_of(skeleton: ModelSkeleton, kind: str = "dynamic", **options: Any) -> SlotBudget:
     """A slot budget that leaves FEWEST slots with a full context, without activations."""
-    sizes = kv_bytes(skeleton.model, block=512, room=CONTEXT, on_a_gpu=bool(options))
+    sizes = kv_bytes(skeleton.model, kind, block=512, room=CONTEXT, on_a_gpu=bool(options))
     return SlotBudget(
         1 << 40, NOTHING, skeleton.catalog, sizes, Workspace(0, 0, 0, 0),
         context=CONTEXT, min_slots=1, **options,
@@ -117,6 +117,24 @@ def test_room_for_the_next_tokens_is_not_computed_again(watched, monkeypatch):
     )
     watched.model.generate(ids(1, 40), max_new_tokens=65, min_new_tokens=65, do_sample=False)
     assert len(settled) == 4  # the prompt, the first token, and where 64 and 96 tokens are passed
+
+
+@pytest.mark.parametrize(("kernels", "in_place"), [("native", True), ("eager", False)])
+def test_quantised_keys_are_decoded_for_a_prompt_only_if_tokens_read_them(kernels, in_place):
+    folder = cached_tiny("qwen3_moe", tokenizer=True, dtype="bfloat16", head_dim=32)
+    model, _ = greenroom.load(
+        str(folder), cache="100%", kernels=kernels, context=CONTEXT, kv="int8"
+    )
+    try:
+        watched = Watched(model, slot_budget_of(ModelSkeleton.of(folder), "int8"))
+        with torch.no_grad():
+            cache = model(ids(1, CONTEXT - 2)).past_key_values
+            model(ids(1, 1), past_key_values=cache)
+        (prompt, _, _), (token, _, _) = watched.passes
+        assert (token > prompt) == in_place
+        assert watched.inside()
+    finally:
+        model.greenroom.detach()
 
 
 def test_all_live_conversations_are_counted(watched):
