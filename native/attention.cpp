@@ -12,6 +12,8 @@ namespace {
 
 using namespace greenroom;
 
+constexpr int64_t ROWS_AHEAD = 48;  // quantised rows that are prefetched before they are decoded
+
 INLINE int64_t planes_of(const Matrix& matrix) { return matrix.format ? matrix.format->planes : 0; }
 
 // Does a matrix of a model of type T take inputs in float32, or packed?
@@ -182,9 +184,12 @@ INLINE void over_tokens(
             continue;
         }
         with_format(p.format, [&](auto format) INLINE_LAMBDA {
-            for (int64_t t = 0; t < n; t++)
-                expand_row<format>(
-                    (const uint8_t*)moved(place, t * step), p.width, memory + t * p.width);
+            for (int64_t t = 0; t < n; t++) {
+                const uint8_t* row = (const uint8_t*)moved(place, t * step);
+                for (int64_t at = 0; at < row_bytes<format>(p.width); at += 64)
+                    prefetch(row + ROWS_AHEAD * step + at);
+                expand_row<format>(row, p.width, memory + t * p.width);
+            }
         });
         f((const float*)memory, 4 * p.width, first, n);
     }

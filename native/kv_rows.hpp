@@ -36,6 +36,11 @@ constexpr int64_t KV_BLOCK = 32;  // numbers that share a scale
 template <int64_t FORMAT>
 constexpr int64_t kv_block_bytes = FORMAT == INT8 ? 2 + 32 : 4 + 16;
 
+template <int64_t FORMAT>
+INLINE int64_t row_bytes(int64_t width) {
+    return (width + KV_BLOCK - 1) / KV_BLOCK * kv_block_bytes<FORMAT>;
+}
+
 // Call f(constant) with the format as a constant; it must be a quantised one.
 template <class F>
 INLINE void with_format(int64_t format, F f) {
