@@ -12,7 +12,7 @@ namespace {
 
 using namespace greenroom;
 
-constexpr int64_t ROWS_AHEAD = 48;  // quantised rows that are prefetched before they are decoded
+constexpr int64_t AHEAD = 5120;  // bytes from a row to what is prefetched before it is decoded
 
 INLINE int64_t planes_of(const Matrix& matrix) { return matrix.format ? matrix.format->planes : 0; }
 
@@ -171,39 +171,36 @@ void project_rows(TokensCall& p) {
     }
 }
 
+// Decode a row of keys or values to float32, and prefetch one that follows.
+template <int64_t FORMAT, class T>
+INLINE void decode_row(const void* row, int64_t width, float* out) {
+    const int64_t nbytes = FORMAT == AS_COMPUTED ? width * sizeof(T) : row_bytes<FORMAT>(width);
+    for (int64_t at = 0; at < nbytes; at += 64) prefetch(moved(row, AHEAD + at));
+    if constexpr (FORMAT == AS_COMPUTED) widen((const T*)row, width, out);
+    else expand_row<FORMAT>((const uint8_t*)row, width, out);
+}
+
 // Call f(rows, bytes from row to row, first token, tokens) for all tokens of a context, in blocks
-// of CONTEXT_BLOCK: with rows of the model's type, or with quantised ones decoded to float32 in `memory`.
+// of CONTEXT_BLOCK. Rows are decoded to float32 in `memory`, unless they are of the model's type
+// and few queries read them.
 template <class T, class F>
 INLINE void over_tokens(
     const AttendCall& p, const void* rows, int64_t step, float* memory, F f) {
     for (int64_t first = 0; first < p.context; first += CONTEXT_BLOCK) {
         const int64_t n = least(CONTEXT_BLOCK, p.context - first);
         const void* place = moved(rows, first * step);
-        if (p.format == AS_COMPUTED) {
+        if (p.format == AS_COMPUTED && p.group <= ROWS) {
             f((const T*)place, step, first, n);
             continue;
         }
-        with_format(p.format, [&](auto format) INLINE_LAMBDA {
-            for (int64_t t = 0; t < n; t++) {
-                const uint8_t* row = (const uint8_t*)moved(place, t * step);
-                for (int64_t at = 0; at < row_bytes<format>(p.width); at += 64)
-                    prefetch(row + ROWS_AHEAD * step + at);
-                expand_row<format>(row, p.width, memory + t * p.width);
-            }
-        });
+        auto decode = [&](auto format) INLINE_LAMBDA {
+            for (int64_t t = 0; t < n; t++)
+                decode_row<format, T>(moved(place, t * step), p.width, memory + t * p.width);
+        };
+        if (p.format == AS_COMPUTED) decode(std::integral_constant<int64_t, AS_COMPUTED>{});
+        else with_format(p.format, decode);
         f((const float*)memory, 4 * p.width, first, n);
     }
-}
-
-// Compute the scores of n tokens' keys for one query: products with rows of keys.
-template <class K>
-INLINE void score(
-    const K* keys, int64_t key_row, int64_t n, int64_t width, const float* x, float* scores) {
-    int64_t tiled = n - n % COLUMNS;
-    for (int64_t t = 0; t < tiled; t += COLUMNS)
-        dot_row<COLUMNS>(moved(keys, t * key_row), key_row, width, width, false, x, scores + t);
-    for (int64_t t = tiled; t < n; t++)
-        dot_row<1>(moved(keys, t * key_row), key_row, width, width, false, x, scores + t);
 }
 
 // Compute the attention of the query heads that share one key head.
@@ -221,8 +218,8 @@ template <class T>
     over_tokens<T>(
         p, moved(p.keys, number * p.key_step), p.key_row, memory,
         [&](const auto* keys, int64_t row, int64_t start, int64_t n) INLINE_LAMBDA {
-            for (int64_t j = 0; j < group; j++)
-                score(keys, row, n, width, x + j * width, scores + j * context + start);
+            RowsOf rows{x, width, nullptr, scores, context, nullptr};
+            dots(keys, row, width, n, width, false, rows, start, 0, group);
         });
     for (int64_t j = 0; j < group; j++) {  // the sums overwrite the queries
         float* row = scores + j * context;
@@ -231,9 +228,8 @@ template <class T>
     over_tokens<T>(
         p, moved(p.values, number * p.value_step), p.value_row, memory,
         [&](const auto* values, int64_t row, int64_t start, int64_t n) INLINE_LAMBDA {
-            for (int64_t j = 0; j < group; j++)
-                panels(values, row, n, width, CONTEXT_BLOCK, start > 0, scores + j * context + start,
-                       out + j * width, cells);
+            RowsOf rows{scores + start, context, nullptr, out, width, nullptr};
+            axpys(values, row, n, width, CONTEXT_BLOCK, start > 0, rows, 0, 0, group, cells);
         });
     for (int64_t j = 0; j < group; j++) {
         T* mixed = (T*)p.mixed + (first + j) * width;

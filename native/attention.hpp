@@ -60,8 +60,8 @@ SHARED(AttendCall,
     int64_t key_heads;
     int64_t group;         // query heads that share a key head
     float scale;
-    // Memory: [heads, context], twice [heads, width], [key heads, width]; and
-    // [key heads, CONTEXT_BLOCK, width] if keys and values are quantised.
+    // Memory: [heads, context], twice [heads, width], [key heads, width], [key heads,
+    // CONTEXT_BLOCK, width].
     float* scores;
     void* mixed;           // memory [heads, width] of the model's type
     const Matrix* matrix;  // of the output projection

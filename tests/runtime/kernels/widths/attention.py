@@ -23,7 +23,7 @@ QUERY_HEADS, KEY_HEADS = 2, 2
 HEADS = QUERY_HEADS + 2 * KEY_HEADS
 EPS, GAP = 1e-6, 3  # elements between the keys, and the values, of two heads
 TOKENS = 3
-CONTEXT_BLOCK = 64  # tokens of quantised rows that are decoded at a time
+CONTEXT_BLOCK = 64  # tokens whose keys, or values, are decoded at a time
 
 
 @dataclass
@@ -188,11 +188,10 @@ class AttentionCall:
         self.k = kernel.normals(KEY_HEADS, context, width)
         self.v = kernel.normals(KEY_HEADS, context, width)
         keys, values = self.k, self.v
-        memory = heads * (context + 2 * width) + KEY_HEADS * width
+        memory = heads * (context + 2 * width) + KEY_HEADS * (1 + CONTEXT_BLOCK) * width
         if form is not None:
             keys, values = (form.pack_by_torch(each) for each in (keys, values))
             self.k, self.v = (form.expand_by_torch(each, width) for each in (keys, values))
-            memory += KEY_HEADS * CONTEXT_BLOCK * width
         row = keys.shape[-1] * keys.itemsize
         self.mixed = kernel.allocate(attention.inputs, dtype=kernel.dtype)
         self.out = kernel.allocate(attention.outputs, dtype=kernel.dtype)

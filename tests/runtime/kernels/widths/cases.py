@@ -145,6 +145,7 @@ def styled_projection(kernel: WalledKernel, n: int) -> Projection:
 def attend_cases(kernel: str, check: Callable[..., Iterator[Tensor]]) -> Iterator[Case]:
     """Cases of attention: tokens, outputs, and widths of heads, which are whole vectors."""
     yield Case(kernel, "context", lambda k, n: check(k, Attention(k, 16, 2, 70), n))
+    yield Case(kernel, "context-many-queries", lambda k, n: check(k, Attention(k, 16, 9, 7), n))
     yield Case(kernel, "outputs", lambda k, n: check(k, Attention(k, 16, 3, n), 5))
     heads = lambda k, n: check(k, Attention(k, n, 1, 7), 5)  # noqa: E731
     yield Case(kernel, "width", heads, 16, BLOCKS, ALL_BLOCKS)

@@ -37,7 +37,7 @@ _NORMS = ("q_norm", "k_norm")
 BATCHED_ATTENTION = "greenroom_sdpa"  # replaces sdpa in passes with several sequences
 _IMPLEMENTATIONS = {"sdpa", BATCHED_ATTENTION}
 _TRIED_CONTEXT = 37  # tokens
-_CONTEXT_BLOCK = 64  # tokens whose quantised rows are decoded at a time (native/attention.hpp)
+_CONTEXT_BLOCK = 64  # tokens whose keys, or values, are decoded at a time (native/attention.hpp)
 _LANES = 16  # of a vector in native/simd.hpp; the width of a head is a multiple
 # Largest relative distance to the class's own forward that rounding explains.
 _NEAR = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -272,7 +272,7 @@ class OneTokenAttention:
         It holds the queries, then scratch memory, then `extra` values for the caller.
         """
         projected = (self.heads + 2 * self.kv_heads) * self.width
-        decoded = self.kv_heads * _CONTEXT_BLOCK * self.width  # of quantised keys and values
+        decoded = self.kv_heads * _CONTEXT_BLOCK * self.width
         attended = self.heads * (context + 3 * self.width) + self.kv_heads * self.width + decoded
         return torch.empty(self.heads * self.width + max(projected, attended) + extra)
 
