@@ -14,7 +14,7 @@ from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import check_target, write_file
 from greenroom.cli.terminal.progress import Progress
 from greenroom.config import LoadConfig, show_bytes
-from greenroom.errors import UsageError
+from greenroom.errors import BudgetError, UsageError
 from greenroom.sim.table import show_number, show_time, text_table
 
 if TYPE_CHECKING:
@@ -74,7 +74,10 @@ def check_card_options(args: argparse.Namespace) -> None:
 
 
 def predict_on_card(args: argparse.Namespace, progress: Progress) -> None:
-    """Print the predicted speed of a model with a graphics card, and write its profile if asked."""
+    """Print the predicted speed of a model with a graphics card.
+
+    With --output, the predicted machine's profile is written to this file.
+    """
     from greenroom.hf.memory.budget import AUTO_SHARE
     from greenroom.plan.cards.machine import predict_machine
     from greenroom.plan.cards.predict import predict
@@ -87,13 +90,17 @@ def predict_on_card(args: argparse.Namespace, progress: Progress) -> None:
         check_target(args.output)
     host = host_of(args, progress)
     machine = predict_machine(card, host)
-    model = described(args.model, config, gpu=True)
+    model, budget = described(args.model, config, gpu=True), int(AUTO_SHARE * card.memory)
+    if budget < model.least_memory:
+        raise BudgetError(
+            f"{model.name} needs {show_bytes(model.least_memory)} of the card's memory,"
+            f" {show_bytes(model.dense_bytes)} of it for all weights but experts:"
+            f" {AUTO_SHARE:.0%} of a {card.name}'s are {show_bytes(budget)}"
+        )
     progress.say("estimating")
     workload = synthetic_workload(model)
-    predicted = predict(
-        model, machine_costs(machine, model, config.readers, "gpu"), workload,
-        int(AUTO_SHARE * card.memory), int(AUTO_SHARE * host.memory),
-    )  # fmt: skip
+    costs = machine_costs(machine, model, config.readers, "gpu")
+    predicted = predict(model, costs, workload, budget, int(AUTO_SHARE * host.memory))
     progress.clear()
     if args.output is not None:
         write_file(args.output, json.dumps(machine.as_json(), indent=1) + "\n")
@@ -123,10 +130,10 @@ def host_of(args: argparse.Namespace, progress: Progress) -> Host:
     bandwidth = None if sheet is None else HOST_SHARE * sheet
     disk = None if speed is None else Link(speed, DISK_LATENCY, DISK_LANES)
     if memory is None or bandwidth is None or disk is None:
-        here, _ = machine_of("auto", progress)
-        memory = memory or int(here.host.get("memory_bytes", 0))
-        bandwidth = bandwidth or max(map(float, here.measured["memory"].values()))
-        disk = disk or here.routes[0].link
+        local, _ = machine_of("auto", progress)
+        memory = memory or int(local.host.get("memory_bytes", 0))
+        bandwidth = bandwidth or max(map(float, local.measured["memory"].values()))
+        disk = disk or local.routes[0].link
     return Host(memory, bandwidth, disk, slot)
 
 

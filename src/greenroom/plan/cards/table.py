@@ -19,7 +19,7 @@ NEAREST = 3  # names in the message about an unknown card
 # Words that a name may have or lack. Others, such as Ti or Laptop, tell two cards apart.
 MAKERS = {"nvidia", "geforce", "rtx", "quadro", "tesla", "gpu", "graphics", "card", "generation",
           "blackwell", "workstation", "server", "edition"}  # fmt: skip
-VARIANT = re.compile(r"\d+gb|pcie|sxm")  # words that a name may lack if one card is left then
+VARIANT = re.compile(r"\d+gb|pcie|sxm")  # terms that a name may lack if one card is left then
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,41 +99,41 @@ def _card(row: dict[str, str]) -> Card:
 
 
 def find_card(name: str) -> Card:
-    """Find a graphics card by a name such as `4090`, `rtx4090` or `NVIDIA GeForce RTX 4090`.
+    """Find a graphics card by its name: `4090`, `rtx4090`, `NVIDIA GeForce RTX 4090`.
 
     UnknownName lists the nearest names. UsageError lists the cards if the name fits several, such
     as both sizes of A100.
     """
-    words = _words(name)
-    cards = [card for card in load_cards() if _fits(words, card)]
+    terms = _terms(name)
+    cards = [card for card in load_cards() if _fits(terms, card)]
     if len(cards) == 1:
         return cards[0]
     if cards:
         names = ", ".join(card.name for card in cards)
         raise UsageError(f"graphics card {name!r} fits several cards: choose one of {names}")
-    raise UnknownName("graphics card", name, _nearest(words))
+    raise UnknownName("graphics card", name, _nearest(terms))
 
 
-def _nearest(words: frozenset[str]) -> list[str]:
-    """Return the names of the cards that are nearest to the words of an unknown name."""
+def _nearest(terms: frozenset[str]) -> list[str]:
+    """Return the names of the cards that are nearest to the terms of an unknown name."""
 
     def likeness(card: Card) -> tuple[int, float]:
-        own = _words(card.name)
-        ratio = SequenceMatcher(None, " ".join(sorted(words)), " ".join(sorted(own))).ratio()
-        return len(words & own), ratio
+        of_card = _terms(card.name)
+        one, other = (" ".join(sorted(each)) for each in (terms, of_card))
+        return len(terms & of_card), SequenceMatcher(None, one, other).ratio()
 
     return [card.name for card in sorted(load_cards(), key=likeness, reverse=True)[:NEAREST]]
 
 
-def _words(name: str) -> frozenset[str]:
-    """Split a card's name into the words that tell it from other cards."""
+def _terms(name: str) -> frozenset[str]:
+    """Split a card's name into the terms that tell it from other cards."""
     text = re.sub(r"sxm\d|hbm\d\w?", " sxm ", name.lower())
     text = re.sub(r"(\d+)\s*gi?b", r" \1gb ", re.sub("|".join(sorted(MAKERS)), " ", text))
     return frozenset(re.findall(r"\d+gb|[a-z]\d+|\d+|[a-z]+", text))
 
 
-def _fits(words: frozenset[str], card: Card) -> bool:
-    """Check whether a name's words are those of a card; a size of memory may be added."""
-    own = _words(card.name)
-    named = words - {f"{card.memory >> 30}gb"} | own & words
-    return named <= own and all(VARIANT.fullmatch(word) for word in own - words)
+def _fits(terms: frozenset[str], card: Card) -> bool:
+    """Check whether a name's terms are those of a card; a size of memory may be added."""
+    card_terms = _terms(card.name)
+    added = terms - card_terms - {f"{card.memory >> 30}gb"}
+    return not added and all(VARIANT.fullmatch(term) for term in card_terms - terms)
