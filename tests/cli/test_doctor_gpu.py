@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from greenroom.cli.estimate import machine
+from greenroom.config import LoadConfig
 from greenroom.core.machine import Machine
+from greenroom.hf.load.describe import describe
 from greenroom.plan.cards import table
 from greenroom.plan.cards.machine import HOST_SHARE, PCIE_SHARE
 from greenroom.plan.cards.table import find_card, load_cards
 from tests.cli.conftest import Run
+from tests.options import needs_option
 from tests.plan.models import MACHINE
 
 HOST = ("--memory", "64GiB", "--memory-bandwidth", "80GB", "--disk-speed", "5GB")
@@ -100,6 +104,24 @@ def test_what_is_not_given_is_as_this_machine_has_it(cli: Run, folder: Path, hom
 )
 def test_wrong_values_get_one_line(cli: Run, folder: Path, options: tuple[str, ...], said: str):
     assert said in cli("doctor", folder, *options).mistake
+
+
+@needs_option("co_compute")
+def test_misses_are_moved_or_shared(cli: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """A card whose memory holds 10 of 16 experts beside the rest, which may take 80 % of it."""
+    model = describe(str(folder), LoadConfig(), on_a_gpu=True)
+    memory = int(1.25 * (model.fixed_bytes + 10 * model.slot_bytes + model.full_bytes) + 4)
+    small = replace(find_card("t4"), name="T4 small", memory=memory)
+    monkeypatch.setattr(table, "load_cards", lambda: (small,))
+    ran = cli("doctor", folder, "--gpu", "t4 small", *HOST)
+    assert ran.code == 0, ran.err
+    rows = ran.out.split("\n\n")[2].splitlines()[2:]
+    assert [row.split("  ")[0] for row in rows] == ["moved to the card", "--co-compute auto"]
+    assert all(row.endswith("%") for row in rows)
+    assert re.search(r"1\d of 16 experts fit in 80 % of the card's memory, 16 in 80 %", ran.out)
+    shown = cli("doctor", folder, "--gpu", "t4 small", *HOST, "--json").json
+    assert 0 < shown["moved"]["miss_ratio"] < 1
+    assert shown["shared"]["co_compute"] == "auto"
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_it_needs(

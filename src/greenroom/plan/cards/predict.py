@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from greenroom.core.config.scheduler import option_names
 from greenroom.core.cost import Costs, Link
 from greenroom.plan.estimate import Estimate, Estimator
 from greenroom.plan.model import Model
@@ -62,7 +63,7 @@ def predict(
         moving, tier = replace(costs, links=costs.links[1:], host=None), 0
     moved = Estimator(model, moving, workload, host=tier, warm=True)
     shared = None
-    if not fits and host >= model.least_slots:
-        both = Estimator(model, costs, workload, host=host, co_compute=True, warm=True)
+    if "co_compute" in option_names() and not fits and host >= model.least_slots:
+        both = Estimator(model, costs, workload, host=host, warm=True)
         shared = both.of(replace(REACTIVE, co_compute=AUTO), capacity, bracket)
     return Prediction(capacity, host, fits, moved.of(REACTIVE, capacity, bracket), shared)
