@@ -121,6 +121,8 @@ ROWS = (
         ("text", "tokens/s without", "tokens a pass", "with / without")),
     Row("speculation.py", "{model} --caches 50% --repeats 1 --passes",
         ("tokens of a pass", "ms", "times one", "experts")),
+    Row("published.py", "--rows 4 14 --quick",
+        ("engine", "card", "published", "Greenroom", "ratio", "without Python", "misses")),
     Row("python_share.py", "{shape} --cache 50% --tokens 4 --threads 1",
         ("model", "slots", "kernels", "waiting", "Python", "share", "us a layer", "calls")),
     Row("first_token.py", "{shape} --cache 50% --prompts 8 16 --disk-bytes 8000000",

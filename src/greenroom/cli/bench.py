@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.early.checks import check_early
+from greenroom.cli.estimate.machine import default_profile, profile
 from greenroom.cli.options.fields import add_model, add_options, configured, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json
@@ -30,20 +31,29 @@ DEFAULT = "greenroom,llru,mixtral-offloading,moe-infinity"
 def add_to(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument(
-        "--system", metavar="S[,S...]", default=DEFAULT,
+        "--system", metavar="S[,S...]",
         help="names of systems, or NAME+greenroom, which prefetches only what saves time; all are"
-        " compared with the first (default: %(default)s). --policy"
+        " compared with the first (default:"
+        f" {DEFAULT}). --policy"
         " and --prefetch replace those of all systems. Options that only some systems have (--pin,"
         " --split, sizes in --scope, ...) apply only to these",
     )  # fmt: skip
-    add_json(parser, "a JSON list of objects")
+    parser.add_argument(
+        "--share", action="store_true",
+        help="print a report for a public table, as Markdown with JSON: machine, model, settings,"
+        " figures; without names of files, machines and users. Measures greenroom alone unless"
+        " --system names others",
+    )  # fmt: skip
+    add_json(parser, "a JSON list of objects; with --share the report's object")
     add_options(parser, BenchmarkConfig, "measuring")
     add_options(parser, LoadConfig)
-    parser.show("system", "json")
+    parser.show("system", "share", "json")
 
 
 def main(args: argparse.Namespace) -> None:
     how = take(args, BenchmarkConfig)
+    if args.system is None:
+        args.system = "greenroom" if args.share else DEFAULT
     # Other options may belong to some systems only.
     named = ("policy", "prefetch", "predictor", "device")
     check_early(LoadConfig(**{name: getattr(args, name) for name in named}))
@@ -57,6 +67,9 @@ def main(args: argparse.Namespace) -> None:
     ]
     if not measured:
         raise UsageError("; ".join(left_out))
+    if args.share:
+        share(args, harness, measured, load, how, left_out)
+        return
     rows = [entry.as_row(measured[0]) for entry in measured]
     if args.json:
         print(json.dumps(rows))
@@ -64,6 +77,23 @@ def main(args: argparse.Namespace) -> None:
         return
     notes = [f"{row['name']}: {'; '.join(row['notes'])}" for row in rows]
     print("\n".join([table(rows, harness), "", *notes, *left_out]))
+
+
+def share(
+    args: argparse.Namespace,
+    harness: Harness,
+    measured: list[Entry],
+    load: LoadConfig,
+    how: BenchmarkConfig,
+    left_out: list[str],
+) -> None:
+    """Print a benchmark's report for a public table; what is left out goes to standard error."""
+    from greenroom.hf.measure.share import Report
+
+    machine = profile("auto") if default_profile().exists() else None
+    report = Report.of(harness, measured, load, how, machine)
+    print(json.dumps(report.as_json()) if args.json else report.as_markdown())
+    print(*left_out, sep="\n", end="\n" * bool(left_out), file=sys.stderr)
 
 
 def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
@@ -147,7 +177,7 @@ def run_entries(
     quiet(progress)
     harness = Harness(args.model, load, progress.of(args.model))
     try:
-        if harness.capacity >= harness.experts:
+        if harness.capacity >= harness.experts and not (args.share and len(entries) == 1):
             raise UsageError(
                 f"all {harness.experts:,} experts of {args.model} fit in memory, so there is"
                 " nothing to compare: give a smaller --memory or --cache"

@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from greenroom.cli.estimate.card import (
+    add_card_options,
+    check_card_options,
+    predict_on_card,
+)
 from greenroom.cli.estimate.machine import default_profile, machine_of, measure
 from greenroom.cli.options.fields import add_options, take
 from greenroom.cli.options.parser import Parser
@@ -50,12 +55,15 @@ def add_to(parser: Parser) -> None:
     )  # fmt: skip
     add_options(parser, LoadConfig, "options", names=("config",))
     add_json(parser, "the profile as JSON")
+    parser.show("quick", "path", "output", "json")
+    add_card_options(parser)
 
 
 def main(args: argparse.Namespace) -> None:
+    check_card_options(args)
     if args.model is not None:
         with model_progress(args.model) as progress:
-            return of_model(args, progress)
+            return (of_model if args.gpu is None else predict_on_card)(args, progress)
     with Progress("starting") as progress:
         machine = measure(args.path, args.quick, progress, args.output)
     if args.json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress, quiet
 from greenroom.config import LoadConfig, show_bytes
-from greenroom.errors import GreenroomError
+from greenroom.errors import GreenroomError, UsageError
 from greenroom.sim.table import show_number, text_table
 
 if TYPE_CHECKING:
@@ -57,10 +57,16 @@ def add_to(parser: Parser) -> None:
         "--no-plan", action="store_true",
         help="list names and sizes alone, without memory and speed",
     )  # fmt: skip
+    parser.add_argument(
+        "--gpus", action="store_true",
+        help="list the graphics cards that `greenroom doctor MODEL --gpu` knows, and nothing else",
+    )  # fmt: skip
     add_json(parser, "one JSON list")
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.gpus:
+        return list_cards(args)
     with Progress("looking for models") as progress:
         if args.model is not None:
             return list_hub(args, progress)
@@ -83,6 +89,26 @@ def main(args: argparse.Namespace) -> None:
     if machine is None and not args.no_plan:
         print("tokens/s need a profile of this machine: greenroom doctor --quick", file=sys.stderr)
     return None
+
+
+def list_cards(args: argparse.Namespace) -> None:
+    """Print the table of graphics cards, from data sheets."""
+    from greenroom.plan.cards.table import load_cards
+
+    if args.model is not None or args.no_plan:
+        raise UsageError("--gpus lists graphics cards alone: leave out MODEL and --no-plan")
+    if args.json:
+        print(json.dumps([{**asdict(card), "pcie": str(card.pcie)} for card in load_cards()]))
+        return
+    products = [
+        ["-" if each is None else f"{each / 1e12:g}" for each in (card.bf16, card.fp16, card.fp8)]
+        for card in load_cards()
+    ]
+    print(text_table(
+        ("graphics card", "memory", "GB/s", "PCIe", "bf16 TFLOPS", "fp16", "fp8"),
+        [(card.name, show_bytes(card.memory), f"{card.bandwidth / 1e9:,g}", str(card.pcie), *each)
+         for card, each in zip(load_cards(), products, strict=True)],
+    ))  # fmt: skip
 
 
 def cells(row: Row) -> tuple[str, str, str]:

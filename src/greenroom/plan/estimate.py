@@ -102,6 +102,7 @@ class Estimator:
         low_below: float | None = None,
         host: int = 0,
         co_compute: bool = False,
+        warm: bool = False,
     ) -> None:
         """Prepare to simulate a workload on a machine with given costs.
 
@@ -110,6 +111,7 @@ class Estimator:
         low_below:  tail weight (gate weight of the lower ranks) below which a copy serves a miss
         host:       experts that host memory caches between disk and GPU
         co_compute: whether to also compare settings that compute misses in host memory
+        warm:       whether TPOT leaves out the workload's first half, in which caches are filled
 
         UsageError if `precision` is not off and the workload has no gate weights, or if copies are
         nested and experts are cached in host memory.
@@ -120,7 +122,7 @@ class Estimator:
                 " without host memory only: use a pack with separate copies (--experts same), or"
                 " plan for the CPU"
             )
-        self.host, self.co_compute = host, co_compute
+        self.host, self.co_compute, self.warm = host, co_compute, warm
         self.model, self.costs, self.workload = model, costs, workload
         self.band = BAND if measured else UNMEASURED
         self.precision, self.low_below = precision, low_below
@@ -162,7 +164,7 @@ class Estimator:
     def _estimate(self, setting: Setting, capacity: int, bracket: bool) -> Estimate:
         pairs = list(zip(self.workload.traces, self._streams, strict=True))
         runs = [self._run(setting, capacity, *each) for each in pairs[: None if bracket else 1]]
-        mean_gaps = [float(run.gaps.mean()) for run, _ in runs]
+        mean_gaps = [float(self._latest(run.gaps).mean()) for run, _ in runs]
         (first, tokens), trace = runs[0], self.workload.traces[0]
         return Estimate(
             setting,
@@ -220,9 +222,13 @@ class Estimator:
             ),
         ).times  # fmt: skip
         n = simulated.gaps.size
-        factor = float(simulated.gaps.sum() / other.gaps[:n].sum())
+        factor = float(self._latest(simulated.gaps).sum() / self._latest(other.gaps[:n]).sum())
         gaps = np.append(simulated.gaps, other.gaps[n:] * factor)
         return replace(simulated, gaps=gaps, ttft=other.ttft), part.tokens
+
+    def _latest(self, gaps: Floats) -> Floats:
+        """Return the times of decode passes that count: all, or the second half if `warm`."""
+        return gaps[gaps.size // 2 :] if self.warm else gaps
 
     def _host_slots(self, setting: Setting) -> int:
         """Return how many experts host memory caches; copies take a part of the same memory."""

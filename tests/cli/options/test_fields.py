@@ -122,7 +122,7 @@ def test_nothing_given_and_no_trace_of_the_call_before():
 
 
 SHOWN = {
-    "run": 9, "chat": 10, "serve": 11, "bench": 10, "tune": 10, "simulate": 9, "plan": 7,
+    "run": 9, "chat": 10, "serve": 11, "bench": 11, "tune": 10, "simulate": 9, "plan": 7,
 }  # fmt: skip
 
 

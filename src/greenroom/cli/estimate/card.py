@@ -1,0 +1,206 @@
+"""`greenroom doctor MODEL --gpu CARD`: speed on a machine that one does not have."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from greenroom.amounts import parse_memory
+from greenroom.cli.estimate.estimator import described
+from greenroom.cli.estimate.machine import machine_of
+from greenroom.cli.options.fields import take
+from greenroom.cli.options.parser import Parser
+from greenroom.cli.terminal.files import check_target, write_file
+from greenroom.cli.terminal.progress import Progress
+from greenroom.config import LoadConfig, show_bytes
+from greenroom.errors import BudgetError, UsageError
+from greenroom.sim.table import show_number, show_time, text_table
+
+if TYPE_CHECKING:
+    from greenroom.core.machine import Machine
+    from greenroom.plan.cards.machine import Host
+    from greenroom.plan.cards.predict import Prediction
+    from greenroom.plan.cards.table import Card
+    from greenroom.plan.estimate import Estimate
+    from greenroom.plan.model import Model
+
+OF_HOST = ("memory", "memory_bandwidth", "disk_speed", "pcie")  # options that --gpu needs
+DISK_LATENCY, DISK_LANES = 100e-6, 4  # of an NVMe disk, and reads under way
+
+
+def add_card_options(parser: Parser) -> None:
+    """Add the options that name a graphics card and the machine around it."""
+    group = parser.add_argument_group("a machine that you do not have")
+    group.add_argument(
+        "--gpu", metavar="CARD",
+        help="predict the speed of MODEL with this graphics card from data sheets: 'RTX 4090', 4090"
+        " (`greenroom list --gpus` shows all)",
+    )  # fmt: skip
+    group.add_argument(
+        "--memory", metavar="SIZE",
+        help="with --gpu: that machine's main memory, of which 80 %% hold experts (default: as much"
+        " as this machine has)",
+    )  # fmt: skip
+    group.add_argument(
+        "--memory-bandwidth", metavar="RATE",
+        help="with --gpu: bytes a second of its main memory by the data sheet: 90GB for two"
+        " channels of DDR5-5600 (default: as measured here)",
+    )  # fmt: skip
+    group.add_argument(
+        "--disk-speed", metavar="RATE",
+        help="with --gpu: bytes a second that its disk reads, as 5GB (default: as measured here)",
+    )  # fmt: skip
+    group.add_argument(
+        "--pcie", metavar="SLOT",
+        help="with --gpu: generation and lanes of the card's slot, as 4x8 (default: the card's)",
+    )  # fmt: skip
+    parser.show("gpu")
+
+
+def check_card_options(args: argparse.Namespace) -> None:
+    """Check that the options of a machine with a graphics card belong together; UsageError."""
+    if args.gpu is None:
+        for name in OF_HOST:
+            if getattr(args, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{option} describes the machine of --gpu: give --gpu CARD too")
+        return
+    if args.model is None:
+        raise UsageError("--gpu predicts the speed of a model: name one, as in"
+                         " `greenroom doctor MODEL --gpu 'RTX 4090'`")  # fmt: skip
+    if args.quick or args.path is not None:
+        raise UsageError("--quick and --path measure this machine: leave them out with --gpu")
+
+
+def predict_on_card(args: argparse.Namespace, progress: Progress) -> None:
+    """Print the predicted speed of a model with a graphics card.
+
+    With --output, the predicted machine's profile is written to this file.
+    """
+    from greenroom.hf.memory.budget import AUTO_SHARE
+    from greenroom.plan.cards.machine import predict_machine
+    from greenroom.plan.cards.predict import predict
+    from greenroom.plan.cards.table import find_card
+    from greenroom.plan.costs import machine_costs
+    from greenroom.plan.workload import synthetic_workload
+
+    config, card = take(args, LoadConfig), find_card(args.gpu)
+    if args.output is not None:
+        check_target(args.output)
+    host = host_of(args, progress)
+    machine = predict_machine(card, host)
+    model, budget = described(args.model, config, gpu=True), int(AUTO_SHARE * card.memory)
+    if budget < model.least_memory:
+        raise BudgetError(
+            f"{model.name} needs {show_bytes(model.least_memory)} of the card's memory,"
+            f" {show_bytes(model.dense_bytes)} of it for all weights but experts:"
+            f" {AUTO_SHARE:.0%} of a {card.name}'s are {show_bytes(budget)}"
+        )
+    progress.say("estimating")
+    workload = synthetic_workload(model)
+    costs = machine_costs(machine, model, config.readers, "gpu")
+    predicted = predict(model, costs, workload, budget, int(AUTO_SHARE * host.memory))
+    progress.clear()
+    if args.output is not None:
+        write_file(args.output, json.dumps(machine.as_json(), indent=1) + "\n")
+    if args.json:
+        print(json.dumps(as_json(args.model, card, machine, predicted)))
+        return
+    print("\n".join([
+        *assumptions(card, host, machine), "", fit(model, card, predicted), "",
+        table(predicted), "", f"routing: {workload.description}",
+    ]))  # fmt: skip
+
+
+def host_of(args: argparse.Namespace, progress: Progress) -> Host:
+    """Describe the machine around a graphics card by the options, and this machine's profile.
+
+    The profile is read, or measured, only if an option is missing. UsageError for wrong values.
+    """
+    from greenroom.core.cost import Link
+    from greenroom.plan.cards.machine import HOST_SHARE, Host
+    from greenroom.plan.cards.table import Pcie
+
+    slot = None if args.pcie is None else Pcie.parse(args.pcie, "--pcie")
+    memory = None if args.memory is None else parse_memory(args.memory, "--memory").nbytes
+    if args.memory is not None and memory is None:
+        raise UsageError(f"--memory must be a size, as 64GiB, got {args.memory!r}")
+    sheet, speed = (rate(args, name) for name in ("memory_bandwidth", "disk_speed"))
+    bandwidth = None if sheet is None else HOST_SHARE * sheet
+    disk = None if speed is None else Link(speed, DISK_LATENCY, DISK_LANES)
+    if memory is None or bandwidth is None or disk is None:
+        local, _ = machine_of("auto", progress)
+        memory = memory or int(local.host.get("memory_bytes", 0))
+        bandwidth = bandwidth or max(map(float, local.measured["memory"].values()))
+        disk = disk or local.routes[0].link
+    return Host(memory, bandwidth, disk, slot)
+
+
+def rate(args: argparse.Namespace, name: str) -> float | None:
+    """Parse an option that is a rate in bytes a second; UsageError for a wrong value."""
+    value, option = getattr(args, name), f"--{name.replace('_', '-')}"
+    if value is None:
+        return None
+    nbytes = parse_memory(value, option).nbytes
+    if nbytes is None:
+        raise UsageError(f"{option} must be bytes a second, as 5GB, got {value!r}")
+    return float(nbytes)
+
+
+def assumptions(card: Card, host: Host, machine: Machine) -> list[str]:
+    """Describe a predicted machine, and the shares of data sheets that the prediction assumes."""
+    from greenroom.plan.cards import machine as shares
+
+    link = machine.routes[1].link.bandwidth
+    return [
+        f"This is a prediction from data sheets; nothing was measured on a {card.name}, and"
+        " Greenroom has not run on a GPU yet.",
+        f"{card.name}: {show_bytes(card.memory)} at {card.bandwidth / 1e9:,.0f} GB/s, of which"
+        f" {shares.MEMORY_SHARE:.0%} are assumed, as other engines reach with dense models; PCIe"
+        f" {card.pcie.with_slot(host.slot)} at {link / 1e9:.1f} GB/s, {shares.PCIE_SHARE:.0%} of"
+        " the data sheet.",
+        f"host: {show_bytes(host.memory)} of memory at {host.bandwidth / 1e9:.1f} GB/s, disk at"
+        f" {host.disk.bandwidth / 1e9:.2f} GB/s; Python takes {shares.LAYER * 1e3:g} ms a layer and"
+        f" {shares.FETCH * 1e3:g} ms for each expert that is moved, as measured without a GPU.",
+        "docs/planning.md has the sources of these figures, and predictions beside published"
+        " measurements of other engines.",
+    ]
+
+
+def fit(model: Model, card: Card, predicted: Prediction) -> str:
+    """Describe how many of a model's experts a card and main memory hold."""
+    if predicted.fits:
+        return f"{model.name}: all {model.experts:,} experts fit in the card's memory."
+    return (
+        f"{model.name}: {predicted.capacity:,} of {model.experts:,} experts fit in 80 % of the"
+        f" card's memory, {predicted.host:,} in 80 % of main memory."
+    )
+
+
+def table(predicted: Prediction) -> str:
+    """Format predicted speeds as a table, one row for each way to compute misses."""
+    moved, shared = predicted.moved, predicted.shared
+    rows = [_row("none" if predicted.fits else "moved to the card", moved)]
+    rows += [_row("--co-compute auto", shared)] if shared is not None else []
+    header = ("misses", "tokens/s", "range", "TPOT", "TTFT", "miss ratio")
+    return text_table(header, rows)
+
+
+def _row(misses: str, estimate: Estimate) -> tuple[str, ...]:
+    low, high = (show_number(1 / each) for each in (estimate.high, estimate.low))
+    return (
+        misses, show_number(1 / estimate.tpot), f"{low} to {high}", show_time(estimate.tpot),
+        show_time(estimate.ttft), "-" if misses == "none" else f"{estimate.miss_ratio:.1%}",
+    )  # fmt: skip
+
+
+def as_json(model: str, card: Card, machine: Machine, predicted: Prediction) -> dict[str, Any]:
+    """Return the object that `greenroom doctor --gpu --json` prints."""
+    shared = predicted.shared
+    return {
+        "model": model, "gpu": card.name, "source": card.source, "predicted": True,
+        "capacity": predicted.capacity, "host_capacity": predicted.host,
+        "moved": predicted.moved.as_json(), "shared": shared and shared.as_json(),
+        "machine": machine.as_json(),
+    }  # fmt: skip

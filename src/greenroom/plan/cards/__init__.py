@@ -1,0 +1,1 @@
+"""Graphics cards from vendors' data sheets, and the speed of a machine that has one."""

@@ -1,0 +1,73 @@
+"""Machine profiles predicted from data sheets: a graphics card in a host of given speeds.
+
+No part of them is measured on that machine. docs/planning.md has the sources of the shares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from greenroom.core.cost import Link
+from greenroom.core.machine import Machine, Processor, Route, Table
+from greenroom.plan.cards.table import Card, Pcie
+
+# Shares of a data sheet's rate that programs reach.
+MEMORY_SHARE = 0.7  # of a card's memory: decoding of dense models, whose weights are read once
+HOST_SHARE = 0.75  # of the host's memory
+PCIE_SHARE = 0.75  # of the link to a card, from pinned memory
+COMPUTE_SHARE = 0.5  # of products of 16 bits
+# Host time of a run on a GPU in Python, measured on the fake device (docs/planning.md), in seconds.
+LAYER = 0.8e-3  # for each layer
+FETCH = 0.3e-3  # for each expert that is moved
+BALANCE = 16  # tokens that a host's processor computes in the time of reading their weights
+LATENCY = 10e-6  # seconds, of a copy to a card
+LANES = 2  # copies to a card under way, as in a run
+UNIT = 1 << 20  # bytes of weights in tables, whose times are in proportion to the bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The machine that a graphics card sits in.
+
+    memory:    bytes of main memory
+    bandwidth: bytes a second that programs read from it
+    disk:      link from the disk to main memory
+    slot:      the card's slot; None if it is as fast as the card
+    """
+
+    memory: int
+    bandwidth: float
+    disk: Link
+    slot: Pcie | None = None
+
+
+def predict_machine(card: Card, host: Host) -> Machine:
+    """Build the profile of a machine with a graphics card from data sheets."""
+    memory, products = MEMORY_SHARE * card.bandwidth, COMPUTE_SHARE * card.half
+    link = PCIE_SHARE * card.pcie.with_slot(host.slot).bandwidth
+    on_host = _roofline(host.bandwidth, BALANCE)
+    on_card = _roofline(memory, round(products / memory))
+    return Machine(
+        (
+            Route("disk", "host", host.disk),
+            Route("host", "device", Link(link, LATENCY, LANES)),
+        ),
+        (
+            Processor("cpu", "host", on_host, on_host),
+            Processor("gpu", "device", on_card, on_card, layer=LAYER, fetch=FETCH),
+        ),
+        {"cpu": f"predicted host of a {card.name}", "memory_bytes": host.memory},
+        {
+            "predicted": True,
+            "device": {"name": card.name, "memory_bytes": card.memory, "memory": memory},
+        },
+    )  # fmt: skip
+
+
+def _roofline(bandwidth: float, balance: int) -> Table:
+    """Return computation times of bfloat16 weights that are read at `bandwidth` bytes a second.
+
+    Up to `balance` tokens are computed while the weights are read; more take time in proportion.
+    """
+    read = UNIT / bandwidth
+    return Table((UNIT,), (1, max(2, balance)), ((read, read),))

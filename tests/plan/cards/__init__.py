@@ -1,0 +1,1 @@
+"""Tests of the table of graphics cards, and of predictions from it."""

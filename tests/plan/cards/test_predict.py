@@ -1,0 +1,64 @@
+"""Predictions by hand: what fits, who computes misses, and times without and with misses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from greenroom.core.cost import Costs, Link, Work
+from greenroom.errors import BudgetError
+from greenroom.plan.cards.predict import Prediction, predict
+from greenroom.plan.workload import synthetic_workload
+from tests.options import needs_option
+from tests.plan.models import MIB, MODEL
+
+# An expert takes 1 ms on the card, 4 ms to move, 2 ms on the host, 40 ms from disk.
+COSTS = Costs(
+    (Link(MIB / 40e-3, 0.0, 4), Link(MIB / 4e-3, 0.0, 2)),
+    Work.constant(1e-3), Work.constant(2e-3), host=Work.constant(2e-3),
+)  # fmt: skip
+EVERY = MODEL.experts * MIB
+WORKLOAD = synthetic_workload(MODEL)
+
+
+def prediction(slots: int, host: int, costs: Costs = COSTS) -> Prediction:
+    return predict(MODEL, costs, WORKLOAD, MODEL.memory(slots), host * MIB, bracket=False)
+
+
+def test_a_model_that_fits_has_no_misses() -> None:
+    """Four layers of 2 ms, each with two experts of 1 ms; nothing else, once caches are full."""
+    predicted = prediction(MODEL.experts, 0, replace(COSTS, handling=1.0))
+    assert predicted.fits
+    assert predicted.shared is None
+    assert predicted.moved.tpot == pytest.approx(4 * (2e-3 + 2 * 1e-3))
+
+
+def test_experts_in_main_memory_are_never_read_from_disk() -> None:
+    predicted = prediction(16, MODEL.experts)
+    assert not predicted.fits
+    assert (predicted.capacity, predicted.host) == (16, MODEL.experts)
+    slow = replace(COSTS, links=(Link(1.0), COSTS.links[1]))
+    assert prediction(16, MODEL.experts, slow).moved.tpot == predicted.moved.tpot
+    misses = predicted.moved.miss_ratio * MODEL.top_k * MODEL.layers
+    assert 0.016 < predicted.moved.tpot < 0.016 + 1.3 * misses * 4e-3
+
+
+def test_fewer_experts_in_memory_are_slower() -> None:
+    times = [prediction(*sizes).moved.tpot for sizes in ((48, 64), (16, 64), (16, 32), (16, 0))]
+    assert times == sorted(times)
+    assert len(set(times)) == 4
+
+
+@needs_option("co_compute")
+def test_the_host_takes_misses_where_that_is_sooner() -> None:
+    predicted = prediction(16, MODEL.experts)
+    assert predicted.shared is not None
+    assert predicted.shared.setting.co_compute == "auto"
+    assert predicted.shared.tpot < 0.9 * predicted.moved.tpot
+    assert prediction(16, 0).shared is None
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_it_needs() -> None:
+    with pytest.raises(BudgetError, match="small needs"):
+        predict(MODEL, COSTS, WORKLOAD, MODEL.least_memory - 1, EVERY)
