@@ -43,7 +43,7 @@ from greenroom.runtime.store.disk import DiskStore, Staging
 
 COLUMNS = (
     "slots", "bf16, tokens/s", "bf12", "ratio", "prompt of 128: bf16", "bf12", "ratio",
-    "MB read a token: bf16", "bf12",
+    "CPU ms a token: bf16", "bf12", "ratio", "MB read a token: bf16", "bf12",
 )  # fmt: skip
 
 
@@ -101,6 +101,9 @@ def row_of(share: float, folders: tuple[Path, Path], nbytes: int, args: Any) -> 
         rates = [(rate(plain), rate(packed)) for plain, packed in pairs]
         cells += [f"{np.median([pair[i] for pair in rates]):.1f}" for i in (0, 1)]
         cells.append(show_ratio([(packed, plain) for plain, packed in rates]))
+    cpu = [tuple(each["token_cpu_s"] for each in pair) for pair in pairs]
+    cells += [f"{1e3 * np.median([pair[i] for pair in cpu]):.1f}" for i in (0, 1)]
+    cells.append(show_ratio(cpu))
     for i in (0, 1):
         read = [pair[i]["decode"]["bytes_read"] / len(pair[i]["token_s"]) for pair in pairs]
         cells.append(f"{np.median(read) / 1e6:.1f}")

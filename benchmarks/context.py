@@ -77,6 +77,7 @@ def decode(model: Any, cache: Any, context: int, tokens: int, prompt_s: float) -
         "kv_bytes": kv.held_bytes(cache),
         "rss_bytes": rss_bytes(),
         "hit_ratio": stats.hit_ratio,
+        "read_bytes": stats.bytes_read / tokens,
         "tpot_s": statistics.median(times),
         "cpu_s": cpu_s,
         "prompt_s": prompt_s,

@@ -38,7 +38,7 @@ from greenroom.hf.kv.kinds import CacheKind
 from greenroom.hf.memory.budget import PREFILL_BLOCK
 
 COLUMNS = (
-    "context", "kind", "KV cache", "slots", "hit ratio", "TPOT ms", "dynamic / it",
+    "context", "kind", "KV cache", "slots", "MB read a token", "TPOT ms", "dynamic / it",
     "CPU ms a token", "dynamic / it", "prompt s", "dynamic / it",
 )  # fmt: skip
 TIMES = ("tpot_s", "cpu_s", "prompt_s")
@@ -77,6 +77,8 @@ def worker(args: argparse.Namespace) -> None:
     rows = []
     for context in args.contexts:
         cache = random_cache(model, context - args.tokens)
+        decode(model, cache, context, args.tokens, 0.0)  # the slots fill
+        truncate(cache, context - args.tokens)
         rows.append(decode(model, cache, context, args.tokens, float("nan")))
         del cache
     print(json.dumps(rows))
@@ -170,7 +172,7 @@ def rows_of(results: dict[str, list[Rows]], number: int, context: int) -> list[l
             cells.append("" if kind == "dynamic" else show_ratio(pairs))
         rows.append([
             context, kind, show_bytes(last["kv_bytes"]), last["slots"],
-            f"{100 * last['hit_ratio']:.1f} %", *cells,
+            f"{last['read_bytes'] / 1e6:.0f}", *cells,
         ])  # fmt: skip
     return rows
 

@@ -116,6 +116,7 @@ def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     first = counters(model)
     prefill_s: list[float] = []
     token_s: list[float] = []
+    cpu_s = 0.0
     for _ in range(args.repeats):
         before = counters(model)
         prefill_s.append(passes.prefill(args.prompt))
@@ -123,11 +124,14 @@ def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
         prefill.subtract(before)
         if args.memory is None:
             passes.prefill(1)  # llama-bench, too, decodes without the prompt that it has measured
-        before = counters(model)
+        before, cpu = counters(model), time.process_time()
         token_s += passes.decode(args.tokens)
+        cpu_s += time.process_time() - cpu
         decode.update(counters(model))
         decode.subtract(before)
-    result: dict[str, Any] = {"prefill_s": prefill_s, "token_s": token_s}
+    result: dict[str, Any] = {
+        "prefill_s": prefill_s, "token_s": token_s, "token_cpu_s": cpu_s / max(1, len(token_s))
+    }  # fmt: skip
     if hasattr(model, "greenroom"):
         last = counters(model)
         last.subtract(first)

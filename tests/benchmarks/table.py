@@ -114,7 +114,7 @@ ROWS = (
     Row("kv.py", "demo --contexts 64 128 --tokens 4 --rounds 1 --threads 1 --kinds int8",
         ("context", "kind", "KV cache", "TPOT ms", "prompt s"), MATPLOTLIB),
     Row("kv.py", "demo --memory 1GB --contexts 64 --tokens 4 --rounds 1 --threads 1 --kinds int4",
-        ("context", "kind", "slots", "CPU ms a token"), MATPLOTLIB),
+        ("context", "kind", "slots", "MB read a token"), MATPLOTLIB),
     Row("overhead.py", "{model} --tokens 4 --repeats 1 --variants off markov",
         ("prefetch", "prediction µs", "bookkeeping µs")),
     Row("speculation.py", "{model} --caches 100% 50% --repeats 1 --tokens 24",
