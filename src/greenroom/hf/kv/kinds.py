@@ -49,7 +49,7 @@ class CacheKind:
         return cache
 
     def make_growing(self, cache: Any, room: int = plain.ROOM, in_blocks: bool = False) -> None:
-        """Make the plain layers of a KV cache grow in place, quantised if this kind is.
+        """Make a KV cache's plain layers grow in place, quantised if this kind is.
 
         room:      tokens for which address space is reserved, in host memory
         in_blocks: whether memory grows by blocks of 256 tokens instead, as on a GPU

@@ -165,7 +165,7 @@ def _check_quantised(model: PreTrainedModel, kind: CacheKind, layers: Sequence[L
     """
     refusal = f"--kv {kind.name} does not work with {model.config.model_type} models"
     if not any(layer.decoded for layer in layers):
-        raise UsageError(f"{refusal}: no layer has full attention; use --kv dynamic")
+        raise UsageError(f"{refusal}: no layer with full attention was found; use --kv dynamic")
     cache = kind.cache(model.config, in_blocks=True)
     try:
         with torch.no_grad(), _equal_modules_once(model):
