@@ -154,6 +154,10 @@ class ServeConfig(SpeculationConfig):
     allowed_origins: str | None = option(
         None, "origins of web pages that may call the server (CORS; default: none)", "URL,..."
     )
+    no_page: bool = option(
+        False, "serve no live page at /, which shows the experts in memory, speed and requests",
+        shown=True,
+    )  # fmt: skip
     log_format: str = option(
         "text", "format of the log, which has one line for each request", None, ("text", "json")
     )

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 
 from greenroom.server.engine.requests import Finished
 
-# Probes come every few seconds; their usual results are not logged.
-QUIET = {("/health", 200), ("/health", 503), ("/metrics", 200)}
+# Probes and the live page come every few seconds; their usual results are not logged.
+QUIET = {("/health", 200), ("/health", 503), ("/metrics", 200), ("/v1/live", 200)}
 
 
 @dataclass(slots=True)
@@ -94,8 +94,8 @@ def tpot_s(finished: Finished) -> float | None:
 class RequestLog:
     """Writes one log line for each HTTP request, as text or JSON.
 
-    Routine responses of /health (200, 503) and /metrics (200) are left out. `write` gets each line;
-    by default lines go to standard error.
+    Routine responses of /health (200, 503), /metrics and /v1/live (200) are left out. `write` gets
+    each line; by default lines go to standard error.
     """
 
     def __init__(self, form: str = "text", write: Callable[[str], object] | None = None) -> None:
