@@ -19,6 +19,7 @@ from greenroom.core.pieces import Ints
 
 FORMAT = 1
 MIDDLE, HIGHEST = 8, 15  # use levels: the layer's mean, and the most
+SLICE = 2048  # experts whose use levels are in a frame
 PER_OCTAVE = 2  # levels in which uses double
 
 
@@ -58,6 +59,31 @@ def use_levels(uses: Ints, offsets: Ints) -> NDArray[np.uint8]:
         octaves = np.log2(uses / means)
     levels = np.floor(MIDDLE + PER_OCTAVE * octaves)
     return np.where(uses > 0, np.clip(levels, 1, HIGHEST), 0).astype(np.uint8)
+
+
+class LevelSlices:
+    """Encodes experts' use levels, those of some layers in each frame.
+
+    So a frame has a bounded size, and after a few frames a page has the levels of all layers.
+    `offsets` are the first ids of the layers and the number of experts.
+    """
+
+    def __init__(self, offsets: Ints) -> None:
+        self._offsets, self._first = np.asarray(offsets), 0
+
+    def encode(self, uses: Ints) -> list[Any]:
+        """Return the first layer's number and the encoded use levels of the next layers."""
+        offsets, first = self._offsets, self._first
+        most = offsets[first] + SLICE
+        last = max(first + 1, int(np.searchsorted(offsets, most, side="right")) - 1)
+        self._first = last if last < offsets.size - 1 else 0
+        begin, end = offsets[first], offsets[last]
+        part = offsets[first : last + 1] - begin
+        return [first, levels_text(use_levels(uses[begin:end], part))]
+
+    def encode_all(self, uses: Ints) -> str:
+        """Return the encoded use levels of all layers."""
+        return levels_text(use_levels(uses, self._offsets))
 
 
 def by_layer(values: Ints, offsets: Ints) -> list[int]:

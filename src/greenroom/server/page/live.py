@@ -17,17 +17,9 @@ from greenroom.runtime.kernels.dense.stored import dense_bytes
 from greenroom.runtime.memory.system import rss_bytes
 from greenroom.server.engine.loop import ContinuousEngine
 from greenroom.server.engine.sequence import Sequence
-from greenroom.server.page.frames import (
-    by_layer,
-    flags_text,
-    greeting,
-    levels_text,
-    states_text,
-    use_levels,
-)
+from greenroom.server.page.frames import LevelSlices, by_layer, flags_text, greeting, states_text
 
 ROWS = 24  # requests in a frame
-SLICE = 2048  # experts whose use levels are in a frame; the next frame has the next ones
 STALE_S = 5.0  # after which a frame has nothing of what came before
 MEMORY_S = 2.0  # between two readings of the process's memory
 OUTCOMES = ("prefetches", "useful", "late", "wasted", "dropped", "displaced", "failed")
@@ -41,7 +33,7 @@ class EngineFrames:
         self._at = self._memory_at = float("-inf")
         self._memory: list[int | None] = []
         self._uses: Any = None  # of the last frame
-        self._first = 0  # first layer of the next slice of use levels
+        self._slices: Any = None
         self._dense = 0
 
     def greeting(self) -> dict[str, Any] | None:
@@ -61,7 +53,7 @@ class EngineFrames:
             kernels=greenroom.bindings.kernel_description,
             links=list(driver.links),
             slot_bytes=greenroom.setup.catalog.slot_bytes,
-            levels=levels_text(use_levels(driver.request_counts, offsets)),
+            levels=LevelSlices(offsets).encode_all(driver.request_counts),
             answered=[
                 [round(now - ended + one.duration_s - one.ttft_s, 1), round(one.ttft_s, 4)]
                 for ended, one in list(engine.totals.recent)
@@ -112,6 +104,7 @@ class EngineFrames:
         greenroom = self._engine.greenroom
         driver = greenroom.driver
         view, meter, offsets = driver.scheduler.view, driver.meter, np.asarray(self._pieces.offsets)
+        self._slices = self._slices or LevelSlices(offsets)
         uses = driver.request_counts.copy()
         used = uses != self._uses if self._uses is not None else np.zeros(uses.size, np.bool_)
         self._uses = uses
@@ -136,21 +129,8 @@ class EngineFrames:
             },
             "states": states_text(states),
             "used": flags_text(used),
-            "levels": self._slice(uses, offsets),
+            "levels": self._slices.encode(uses),
         }
-
-    def _slice(self, uses: Any, offsets: Any) -> list[Any]:
-        """Return the use levels of some layers: the first layer's number, and the encoded levels.
-
-        The next frame has the next layers, so that a frame has a bounded size.
-        """
-        first = self._first
-        last = int(np.searchsorted(offsets, offsets[first] + SLICE, side="right")) - 1
-        last = min(max(last, first + 1), offsets.size - 1)
-        self._first = last if last < offsets.size - 1 else 0
-        begin, end = offsets[first], offsets[last]
-        levels = use_levels(uses[begin:end], offsets[first : last + 1] - begin)
-        return [first, levels_text(levels)]
 
     def _read_memory(self, now: float) -> list[int | None]:
         """Return bytes: budget, process, dense parts, slots, keys and values, and buffers."""

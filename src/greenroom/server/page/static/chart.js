@@ -1,5 +1,5 @@
 // Small line charts in SVG, stretched to their box; labels are HTML.
-import { make } from "./format.js";
+import { make, seconds } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDE = 400, HIGH = 100;
@@ -50,6 +50,6 @@ export class Chart {
         `M${at([run[0][0], 0])}L${run.map(at).join("L")}L${at([run.at(-1)[0], 0])}Z`).join(""));
     }
     this.high.textContent = most > 0 || this.top ? this.show(top) : "";
-    this.span.textContent = unit === "s" ? `${Math.round(span / 60)} min` : `${span} ${unit}`;
+    this.span.textContent = unit === "s" ? seconds(span) : `${span} ${unit}`;
   }
 }

@@ -10,7 +10,7 @@ export function bytes(n) {
 export function seconds(s) {
   if (s < 0.0995) return `${(1000 * s).toPrecision(2)} ms`;
   if (s < 0.9995) return `${Math.round(1000 * s)} ms`;
-  if (s < 100) return `${s.toPrecision(3)} s`;
+  if (s < 60) return `${s.toPrecision(3)} s`;
   return s < 6000 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`;
 }
 

@@ -16,10 +16,9 @@ export class History {
   add(frame) {
     const last = this.points.at(-1);
     const point = { t: frame.t, tokens: frame.tokens?.[1] ?? null, hits: null, misses: null, stalls: null };
-    if (frame.hits) {
-      Object.assign(point, { hits: sum(frame.hits), misses: sum(frame.misses), layers: frame });
-      if (frame.stalls) point.stalls = sum(frame.stalls) / 1000;
-    }
+    if (frame.states) point.layers = frame;
+    if (frame.hits) Object.assign(point, { hits: sum(frame.hits), misses: sum(frame.misses) });
+    if (frame.stalls) point.stalls = sum(frame.stalls) / 1000;
     if (last && (point.t < last.t || (point.hits ?? 0) < (last.hits ?? 0))) this.clear();
     this.points.push(point);
     for (const [age, ttft] of frame.answered ?? []) this.first.push([frame.t - age, ttft]);
@@ -71,7 +70,8 @@ export class History {
     return (last.layers?.links ?? []).map(([nbytes, busy], i) => {
       const old = before.layers?.links?.[i];
       if (!old || seconds <= 0) return { rate: 0, busy: 0 };
-      return { rate: Math.max(0, nbytes - old[0]) / seconds, busy: Math.min(1, Math.max(0, busy - old[1]) / seconds) };
+      const rate = nbytes === null ? null : Math.max(0, nbytes - old[0]) / seconds;
+      return { rate, busy: Math.min(1, Math.max(0, busy - old[1]) / seconds) };
     });
   }
 }

@@ -72,7 +72,7 @@ function show(frame, quiet = false) {
 function showTiles(frame) {
   const { points, series, first } = history;
   const now = frame.t, age = now - points[0].t;
-  const span = unit === "s" ? (age > 115 ? 300 : age > 55 ? 120 : 60) : 300;
+  const span = greeting?.span ?? (age > 115 ? 300 : age > 55 ? 120 : 60);
   const last = (name) => series[name].at(-1)?.[1];
   const parts = [
     ["speed", frame.tokens !== undefined, () => value("speed", rate(last("speed") ?? 0), "tokens/s")],

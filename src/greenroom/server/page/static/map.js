@@ -194,17 +194,18 @@ export class ExpertMap {
     const half = this.side.width / this.ratio / 2 - 8;
     const thick = Math.max(2, Math.min(8, down - 4));
     const slowest = Math.max(1, ...(values?.stalls ?? []));
+    $("misses").classList.toggle("none", !values?.hits);
+    $("stalls").classList.toggle("none", !values?.stalls);
     for (let layer = 0; layer < this.sizes.length; layer += 1) {
       const y = layer * down + (down - 1 - thick) / 2;
       context.fillStyle = this.colours.track;
-      context.fillRect(8, y, half, thick);
-      if (values?.stalls || !values) context.fillRect(16 + half, y, half, thick);
-      if (!values?.hits) continue;
-      const requests = values.hits[layer] + values.misses[layer];
+      if (values?.hits) context.fillRect(8, y, half, thick);
+      if (values?.stalls) context.fillRect(16 + half, y, half, thick);
+      const requests = values?.hits ? values.hits[layer] + values.misses[layer] : 0;
       context.fillStyle = this.colours.misses;
-      context.fillRect(8, y, requests ? half * values.misses[layer] / requests : 0, thick);
+      if (requests) context.fillRect(8, y, half * values.misses[layer] / requests, thick);
       context.fillStyle = this.colours.stalls;
-      if (values.stalls) context.fillRect(16 + half, y, half * values.stalls[layer] / slowest, thick);
+      if (values?.stalls) context.fillRect(16 + half, y, half * values.stalls[layer] / slowest, thick);
     }
     this.#describe();
   }

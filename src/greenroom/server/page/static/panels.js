@@ -49,9 +49,10 @@ export function showLinks(frame, greeting, history) {
   }
   frame.links.forEach(([, , demands, prefetches, moving], i) => {
     const [, much, meter, note] = rows.children[i].children;
-    setText(much, `${bytes(values[i].rate)}/s`);
+    setText(much, values[i].rate === null ? "" : `${bytes(values[i].rate)}/s`);
     meter.firstElementChild.style.width = `${100 * values[i].busy}%`;
-    setText(note, `${percent(values[i].busy, 0)} busy · ${moving} moving · queue: ${demands} needed now, ${prefetches} ahead`);
+    const queue = demands === null ? "" : ` · queue: ${demands} needed now, ${prefetches} ahead`;
+    setText(note, `${percent(values[i].busy, 0)} busy · ${moving} moving${queue}`);
   });
 }
 
