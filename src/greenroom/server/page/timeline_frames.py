@@ -15,6 +15,7 @@ import numpy as np
 from greenroom.core.scheduler.view import ExpertState
 from greenroom.errors import TraceError
 from greenroom.json_file import JsonObject, Malformed, integer, read_object
+from greenroom.runtime.driver.meter import LinkMeter
 from greenroom.server.page.frames import LevelSlices, flags_text, greeting, states_text
 from greenroom.trace.trace import MOST_EXPERTS
 
@@ -22,7 +23,8 @@ LONGEST = 128 << 20  # bytes of a file
 MOST_LAYERS = 1 << 12
 MOST_FRAMES = 1500
 SHORTEST_S = 0.02  # between two frames
-TRANSFERS, LANE = ("demand", "prefetch"), ", lane "
+DEMAND, PREFETCH, LANE = "demand", "prefetch", ", lane "  # names of transfers, and of rows
+BEGIN, END = "begin", "end"  # kinds of changes by a transfer
 
 
 class Change(NamedTuple):
@@ -33,6 +35,7 @@ class Change(NamedTuple):
     where: str  # the name of the event's row
     seconds: float
     args: JsonObject
+    demand: bool = False  # a layer waited for the transfer
 
 
 def timeline_frames(path: Path, title: str) -> dict[str, Any]:
@@ -73,11 +76,11 @@ def _changes(file: JsonObject) -> list[Change]:
             continue
         row, name = rows.get(event.integer("tid"), ""), event.text("name")
         begin, seconds = _seconds(event, "ts"), _seconds(event, "dur")
-        args, transfer = event.object("args", {}), LANE in row and name in TRANSFERS
+        args, transfer = event.object("args", {}), LANE in row and name in (DEMAND, PREFETCH)
         if transfer:
-            changes.append(Change(begin, "begin", row, seconds, args))
-        kind = "end" if transfer else name.partition(" ")[0].rstrip(":")
-        changes.append(Change(begin + seconds, kind, row, seconds, args))
+            changes.append(Change(begin, BEGIN, row, seconds, args))
+        kind = END if transfer else name.partition(" ")[0].rstrip(":")
+        changes.append(Change(begin + seconds, kind, row, seconds, args, name == DEMAND))
     if not changes:
         raise Malformed("it has no events")
     return sorted(changes, key=lambda change: change.at)
@@ -102,7 +105,7 @@ def _recording(state: TimelineState, changes: list[Change], title: str) -> dict[
         frames.append(state.frame(number * every, every))
     first = greeting(
         "timeline", title, state.sizes,
-        unit="s", frames_per_s=1 / every, links=state.links,
+        unit="s", span=round(end - begin, 3), frames_per_s=1 / every, links=state.links,
         levels=state.slices.encode_all(np.zeros_like(state.uses)),
         about=["experts in memory before the recording are unknown until they are used"],
     )  # fmt: skip
@@ -116,7 +119,7 @@ class TimelineState:
         self.sizes = sizes
         self._offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self._experts = int(self._offsets[-1])
-        rows = {change.where for change in changes if change.kind == "begin"}
+        rows = {change.where for change in changes if change.kind == BEGIN}
         self.links = sorted({row.rpartition(LANE)[0] for row in rows})
         self._meters = [LinkMeter() for _ in self.links]
         self._states = np.full(self._experts, ExpertState.ABSENT, np.uint8)
@@ -131,7 +134,7 @@ class TimelineState:
     def apply(self, change: Change) -> None:
         """Change the state by what begins or ends."""
         args, seconds = change.args, change.seconds
-        if change.kind in ("begin", "end"):
+        if change.kind in (BEGIN, END):
             self._transfer(change)
         elif change.kind == "layer":
             ids = np.array(args.list_of("experts", integer, ()), np.int64)
@@ -149,7 +152,7 @@ class TimelineState:
 
     def _transfer(self, change: Change) -> None:
         meter = self._meters[self.links.index(change.where.rpartition(LANE)[0])]
-        piece, begins = change.args.integer("expert"), change.kind == "begin"
+        piece, begins = change.args.integer("expert"), change.kind == BEGIN
         if begins:
             meter.chunk_started(change.at)
         else:
@@ -157,8 +160,8 @@ class TimelineState:
         if piece >= self._experts:  # a bottom segment, or a low-precision copy
             return
         if not begins:
-            used = self._used[piece] or self._states[piece] == ExpertState.RESIDENT
-            self._states[piece] = ExpertState.RESIDENT if used else ExpertState.PREFETCHED
+            landed = ExpertState.RESIDENT if change.demand else ExpertState.PREFETCHED
+            self._states[piece] = landed
             return
         self._states[piece] = ExpertState.IN_FLIGHT
         if (slot := change.args.integer("slot", least=-1)) >= 0:

@@ -15,6 +15,7 @@ from greenroom.trace import Trace, stream
 
 MOST_FRAMES = 3000  # longer traces have a frame for every few passes
 FRAMES_PER_S = 10
+SPAN = 300  # tokens of the page's charts
 
 
 def trace_frames(trace: Trace, title: str, capacity: int, policy: Policy) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def trace_frames(trace: Trace, title: str, capacity: int, policy: Policy) -> dic
         used[:] = False
     first = greeting(
         "trace", title, trace.experts_per_layer.tolist(),
-        unit="tokens", frames_per_s=FRAMES_PER_S, policy=policy.name,
+        unit="tokens", span=SPAN, frames_per_s=FRAMES_PER_S, policy=policy.name,
         levels=LevelSlices(offsets).encode_all(np.zeros_like(uses)),
         about=[f"{trace.tokens:,} tokens", "simulated cache"],
     )  # fmt: skip
