@@ -6,8 +6,9 @@ const [ABSENT, IN_FLIGHT, AHEAD] = [0, 1, 2];
 const FADE_MS = 1100;
 const HINT = "Point at an expert, or move over the map with the arrow keys.";
 const STEP_MS = 40; // between two pictures while something fades
-const SIDE = 132; // pixels of the columns of misses and stalls
+const SIDE = 132, NARROWEST = 100; // pixels of the columns of misses and stalls
 const GUTTER = 30; // of the layers' numbers
+const LEFT = 8; // of a column beside the map
 
 function unpack(text, bits, size) {
   const packed = atob(text), values = new Uint8Array(size), mask = (1 << bits) - 1, each = 8 / bits;
@@ -76,7 +77,7 @@ export class ExpertMap {
   layout() {
     if (!this.sizes) return;
     const room = this.canvas.parentElement.clientWidth;
-    const side = Math.min(SIDE, Math.round(room * 0.22));
+    const side = Math.round(Math.max(NARROWEST, Math.min(SIDE, room * 0.22)));
     this.ratio = devicePixelRatio || 1;
     this.across = Math.max(2, (room - side - GUTTER) / this.columns);
     this.down = Math.max(6, Math.min(22, 430 / this.sizes.length));
@@ -84,6 +85,7 @@ export class ExpertMap {
     this.#size(this.canvas, GUTTER + this.across * this.columns, high);
     this.#size(this.base, GUTTER + this.across * this.columns, high);
     this.#size(this.side, side, high);
+    $("misses").parentElement.style.width = `${side}px`;
     this.colours = colours();
     this.redraw();
     this.drawLayers(this.layer);
@@ -133,7 +135,7 @@ export class ExpertMap {
     context.textBaseline = "middle";
     const every = Math.ceil(14 / down);
     for (let layer = 0; layer < this.sizes.length; layer += every) {
-      context.fillText(String(layer), GUTTER - 7, layer * down + down / 2);
+      context.fillText(String(layer), GUTTER - 7, Math.max(6, layer * down + down / 2));
     }
   }
 
@@ -191,22 +193,22 @@ export class ExpertMap {
     const context = this.side.getContext("2d"), { down } = this;
     context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
     context.clearRect(0, 0, this.side.width, this.side.height);
-    const half = this.side.width / this.ratio / 2 - 8;
-    const thick = Math.max(2, Math.min(8, down - 4));
+    const shares = values?.hits?.map((hits, i) => values.misses[i] / Math.max(1, hits + values.misses[i]));
     const slowest = Math.max(1, ...(values?.stalls ?? []));
-    $("misses").classList.toggle("none", !values?.hits);
-    $("stalls").classList.toggle("none", !values?.stalls);
-    for (let layer = 0; layer < this.sizes.length; layer += 1) {
-      const y = layer * down + (down - 1 - thick) / 2;
-      context.fillStyle = this.colours.track;
-      if (values?.hits) context.fillRect(8, y, half, thick);
-      if (values?.stalls) context.fillRect(16 + half, y, half, thick);
-      const requests = values?.hits ? values.hits[layer] + values.misses[layer] : 0;
-      context.fillStyle = this.colours.misses;
-      if (requests) context.fillRect(8, y, half * values.misses[layer] / requests, thick);
-      context.fillStyle = this.colours.stalls;
-      if (values?.stalls) context.fillRect(16 + half, y, half * values.stalls[layer] / slowest, thick);
-    }
+    const columns = [["misses", shares, 1], ["stalls", values?.stalls, slowest]].filter(([, numbers]) => numbers);
+    const wide = this.side.width / this.ratio / Math.max(1, columns.length) - LEFT;
+    const thick = Math.max(2, Math.min(8, down - 4));
+    for (const name of ["misses", "stalls"]) $(name).hidden = !columns.some(([shown]) => shown === name);
+    columns.forEach(([name, numbers, most], column) => {
+      const x = LEFT + column * (wide + LEFT);
+      numbers.forEach((number, layer) => {
+        const y = layer * down + (down - 1 - thick) / 2;
+        context.fillStyle = this.colours.track;
+        context.fillRect(x, y, wide, thick);
+        context.fillStyle = this.colours[name];
+        context.fillRect(x, y, (wide * number) / most, thick);
+      });
+    });
     this.#describe();
   }
 

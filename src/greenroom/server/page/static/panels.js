@@ -87,8 +87,8 @@ export function showRequests(frame, greeting) {
       row.cells[5].append(make("button", { type: "button", class: "quiet" }, "Cancel"));
       row.cells[5].firstElementChild.addEventListener("click", () => cancel(row.dataset.name));
     }
-    row.dataset.name = name;
-    const texts = [name.replace("req_", ""), phase, phase === "prompt" ? `${count(computed)} of ${count(prompt)}` : count(prompt), `${count(fresh)} of ${count(longest)}`, seconds(age)];
+    row.dataset.name = row.title = name;
+    const texts = [name.replace("req_", "").slice(0, 8), phase, phase === "prompt" ? `${count(computed)} of ${count(prompt)}` : count(prompt), `${count(fresh)} of ${count(longest)}`, seconds(age)];
     texts.forEach((text, cell) => setText(row.cells[cell], text));
     row.cells[5].firstElementChild.hidden = !greeting?.controls;
     row.cells[5].firstElementChild.setAttribute("aria-label", `Cancel ${name}`);
