@@ -51,9 +51,9 @@ def main(args: argparse.Namespace) -> None:
 def _recording(path: Path, config: ViewConfig) -> dict[str, Any]:
     """Read a recording: a timeline if the file is JSON, else a trace, with a simulated cache."""
     if _is_json(path):
-        given = [name for name in ("cache", "policy", "limit") if getattr(config, name) is not None]
-        if given:
-            raise UsageError(f"--{given[0]} is for traces, but {path} is a timeline: leave it out")
+        names = [name for name in ("cache", "policy", "limit") if getattr(config, name) is not None]
+        if names:
+            raise UsageError(f"--{names[0]} is for traces, but {path} is a timeline: leave it out")
         from greenroom.server.page.timeline_frames import timeline_frames
 
         return timeline_frames(path, path.name)

@@ -25,7 +25,7 @@ from greenroom.core.transfers.transfers import Transfers
 
 
 class ExpertState(IntEnum):
-    """Where an expert is, for displays: not in memory, on its way, prefetched, or resident."""
+    """State of an expert, for displays: absent, in flight, prefetched or resident."""
 
     ABSENT = 0
     IN_FLIGHT = 1

@@ -91,7 +91,7 @@ def router(service: Service) -> APIRouter:
 
 
 def check_has_key(service: Service) -> None:
-    """Raise ApiError 403 if the server has no API key, for routes that change the server."""
+    """Check that the server has an API key, for routes that change it; else ApiError 403."""
     if service.key is None:
         raise ApiError(403, "this route needs an API key: start the server with --api-key-file")
 

@@ -38,10 +38,10 @@ class Asset(NamedTuple):
 
 def assets() -> dict[str, Asset]:
     """Read the live page's files; return them by their URL's path."""
-    found = {}
+    table = {}
     for file in (files("greenroom.server.page") / "static").iterdir():
         kind = file.name.rpartition(".")[2]
         if kind in TYPES:
             path = ROOT if file.name == "index.html" else FOLDER + file.name
-            found[path] = Asset(file.read_bytes(), TYPES[kind])
-    return found
+            table[path] = Asset(file.read_bytes(), TYPES[kind])
+    return table

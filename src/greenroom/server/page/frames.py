@@ -54,9 +54,9 @@ def use_levels(uses: Ints, offsets: Ints) -> NDArray[np.uint8]:
     experts.
     """
     sizes = np.diff(offsets)
-    means = np.repeat(np.add.reduceat(uses, offsets[:-1]) / sizes, sizes)
+    averages = np.repeat(np.add.reduceat(uses, offsets[:-1]) / sizes, sizes)
     with np.errstate(divide="ignore", invalid="ignore"):
-        octaves = np.log2(uses / means)
+        octaves = np.log2(uses / averages)
     levels = np.floor(MIDDLE + PER_OCTAVE * octaves)
     return np.where(uses > 0, np.clip(levels, 1, HIGHEST), 0).astype(np.uint8)
 

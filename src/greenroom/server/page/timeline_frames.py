@@ -28,7 +28,7 @@ BEGIN, END = "begin", "end"  # kinds of changes by a transfer
 
 
 class Change(NamedTuple):
-    """What begins or ends at a time: a transfer, a group of experts, a stall, or a pass."""
+    """Begin or end of a transfer, or end of an expert group, a stall or a pass."""
 
     at: float
     kind: str
