@@ -158,7 +158,7 @@ class BusyEngine:
         self.greenroom = SimpleNamespace(
             driver=driver, capacity=count, slot_budget=SimpleNamespace(
                 first_block_needs=lambda: need), setup=SimpleNamespace(
-                budget_bytes=10**11, catalog=SimpleNamespace(slot_bytes=10**7)),
+                cuda=False, budget_bytes=10**11, catalog=SimpleNamespace(slot_bytes=10**7)),
         )  # fmt: skip
         self.admission = SimpleNamespace(reserved=10**9, prefixes=SimpleNamespace(nbytes=10**9))
         self.model, self.was_ready = SimpleNamespace(), True
@@ -178,6 +178,15 @@ def test_frames_are_bounded(layers: int, experts: int, monkeypatch: pytest.Monke
     assert rate < 20_000
     assert (max(sizes) <= 10_000) == (layers * experts <= 48 * 128)
     assert max(sizes) < 16_000 + layers * experts // 2
+
+
+def test_the_memory_of_a_gpu_has_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "dense_bytes", lambda model: 10**9)
+    engine: Any = BusyEngine(2, 4)
+    assert EngineFrames(engine, "large", False).frame()["memory"][1] > 0
+    engine.greenroom.setup.cuda = True
+    memory = EngineFrames(engine, "large", False).frame()["memory"]
+    assert memory == [10**11, None, 10**9, 8 * 10**7, 2 * 10**9, 2 * 10**9]
 
 
 def test_nothing_of_a_long_time_without_pages_is_new(

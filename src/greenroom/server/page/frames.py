@@ -20,6 +20,7 @@ from greenroom.core.pieces import Ints
 FORMAT = 1
 MIDDLE, HIGHEST = 8, 15  # use levels: the layer's mean, and the most
 SLICE = 2048  # experts whose use levels are in a frame
+RECORDING_BYTES = 64 << 20  # of all maps of a recording
 PER_OCTAVE = 2  # levels in which uses double
 
 
@@ -84,6 +85,14 @@ class LevelSlices:
     def encode_all(self, uses: Ints) -> str:
         """Return the encoded use levels of all layers."""
         return levels_text(use_levels(uses, self._offsets))
+
+
+def most_frames(experts: int, limit: int) -> int:
+    """Return how many frames of a model a recording may have, at most `limit`.
+
+    The maps of all frames together have a bounded size.
+    """
+    return max(1, min(limit, RECORDING_BYTES // (experts // 2 + SLICE)))
 
 
 def by_layer(values: Ints, offsets: Ints) -> list[int]:

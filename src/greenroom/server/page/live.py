@@ -133,7 +133,10 @@ class EngineFrames:
         }
 
     def _read_memory(self, now: float) -> list[int | None]:
-        """Return bytes: budget, process, dense parts, slots, keys and values, and buffers."""
+        """Return bytes: budget, process, dense parts, slots, keys and values, and buffers.
+
+        With a GPU they are of its memory, and the process is None.
+        """
         if now < self._memory_at + MEMORY_S:
             return self._memory
         engine = self._engine
@@ -143,7 +146,7 @@ class EngineFrames:
         need = budget.first_block_needs() if budget is not None else None
         self._memory_at, self._memory = now, [
             greenroom.setup.budget_bytes,
-            rss_bytes(),
+            None if greenroom.setup.cuda else rss_bytes(),
             self._dense,
             greenroom.capacity * greenroom.setup.catalog.slot_bytes,
             admission.reserved + admission.prefixes.nbytes,

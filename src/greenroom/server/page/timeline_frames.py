@@ -16,11 +16,11 @@ from greenroom.core.scheduler.view import ExpertState
 from greenroom.errors import TraceError
 from greenroom.json_file import JsonObject, Malformed, integer, read_object
 from greenroom.runtime.driver.meter import LinkMeter
-from greenroom.server.page.frames import LevelSlices, flags_text, greeting, states_text
+from greenroom.server.page.frames import LevelSlices, flags_text, greeting, most_frames, states_text
 from greenroom.trace.trace import MOST_EXPERTS
 
 LONGEST = 128 << 20  # bytes of a file
-MOST_LAYERS = 1 << 12
+MOST_LAYERS, MOST_IN_ALL, MOST_LINKS = 1 << 10, 1 << 18, 64  # layers, experts, links
 MOST_FRAMES = 1500
 SHORTEST_S = 0.02  # between two frames
 DEMAND, PREFETCH, LANE = "demand", "prefetch", ", lane "  # names of transfers, and of rows
@@ -28,7 +28,7 @@ BEGIN, END = "begin", "end"  # kinds of changes by a transfer
 
 
 class Change(NamedTuple):
-    """Begin or end of a transfer, or end of an expert group, a stall or a pass."""
+    """Begin of a transfer, or end of any event of a timeline."""
 
     at: float
     kind: str
@@ -59,6 +59,8 @@ def _sizes(file: JsonObject) -> tuple[int, ...]:
     sizes = file.object("otherData").list_of("experts_per_layer", size)
     if not 1 <= len(sizes) <= MOST_LAYERS:
         raise Malformed(f"otherData.experts_per_layer must have 1 to {MOST_LAYERS} layers")
+    if sum(sizes) > MOST_IN_ALL:
+        raise Malformed(f"it has {sum(sizes)} experts, more than {MOST_IN_ALL}")
     return sizes
 
 
@@ -95,7 +97,8 @@ def _seconds(event: JsonObject, name: str) -> float:
 
 def _recording(state: TimelineState, changes: list[Change], title: str) -> dict[str, Any]:
     begin, end = changes[0].at, changes[-1].at
-    every = max(SHORTEST_S, (end - begin) / MOST_FRAMES)
+    count = most_frames(state.uses.size, MOST_FRAMES)
+    every = max(SHORTEST_S, (end - begin) / count)
     frames, place = [], 0
     for number in range(1, int((end - begin) / every) + 2):
         until = begin + number * every
@@ -121,6 +124,8 @@ class TimelineState:
         self._experts = int(self._offsets[-1])
         rows = {change.where for change in changes if change.kind == BEGIN}
         self.links = sorted({row.rpartition(LANE)[0] for row in rows})
+        if len(self.links) > MOST_LINKS:
+            raise Malformed(f"it has {len(self.links)} links, more than {MOST_LINKS}")
         self._meters = [LinkMeter() for _ in self.links]
         self._states = np.full(self._experts, ExpertState.ABSENT, np.uint8)
         self._owners: dict[int, int] = {}  # the expert in each slot

@@ -10,7 +10,7 @@ from greenroom.core.cache.cache import Cache
 from greenroom.core.pieces import Pieces
 from greenroom.core.policy import Policy
 from greenroom.core.scheduler.view import ExpertState
-from greenroom.server.page.frames import LevelSlices, flags_text, greeting, states_text
+from greenroom.server.page.frames import LevelSlices, flags_text, greeting, most_frames, states_text
 from greenroom.trace import Trace, stream
 
 MOST_FRAMES = 3000  # longer traces have a frame for every few passes
@@ -30,7 +30,7 @@ def trace_frames(trace: Trace, title: str, capacity: int, policy: Policy) -> dic
     uses, used = np.zeros(pieces.experts, np.int64), np.zeros(pieces.experts, np.bool_)
     hits, misses = [0] * layers, [0] * layers
     slices, frames = LevelSlices(offsets), []
-    every = -(-trace.passes // MOST_FRAMES)
+    every = -(-trace.passes // most_frames(pieces.experts, MOST_FRAMES))
     for step in range(steps.now.size):
         part = slice(steps.starts[step], steps.starts[step + 1])
         ids, layer = steps.pieces[part].astype(np.int64), int(steps.layer[step])

@@ -20,10 +20,11 @@ export function showMemory(frame, greeting) {
   const parts = [
     ["expert slots", slots, "slots"], ["dense parts", dense, "dense"], ["keys and values", keys, "keys"],
     ...(buffers === null ? [] : [["buffers", buffers, "buffers"]]),
-    ["Python, libraries, the rest", Math.max(0, process - known), "rest"],
+    ...(process === null ? [] : [["Python, libraries, the rest", Math.max(0, process - known), "rest"]]),
   ];
-  const total = Math.max(budget ?? 0, process, known);
-  setText($("memory-note"), budget === null ? `${bytes(process)} in use` : `${bytes(process)} of ${bytes(budget)} in use`);
+  const used = process ?? known; // the process is unknown where the memory is a GPU's
+  const total = Math.max(budget ?? 0, used, known);
+  setText($("memory-note"), budget === null ? `${bytes(used)} in use` : `${bytes(used)} of ${bytes(budget)} in use`);
   const bar = $("memory-bar"), list = $("memory-parts");
   if (bar.children.length !== parts.length) {
     bar.replaceChildren(...parts.map(([, , kind]) => make("i", { class: `p-${kind}` })));
