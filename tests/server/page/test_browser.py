@@ -48,6 +48,7 @@ def engine() -> Iterator[Any]:
     while instance.state()[0] == "loading":
         time.sleep(0.05)
     assert instance.state()[0] == "ready", instance.state()
+    instance.end_ids = ()  # answers have the requested length
     yield instance
     instance.stop(0.0)
 
@@ -55,13 +56,15 @@ def engine() -> Iterator[Any]:
 @contextmanager
 def served(engine: Any, **options: Any) -> Iterator[Running]:
     """A server of the engine, which outlives the server."""
-    stop, engine.stop = engine.stop, lambda grace_s: None
+    stop, state = engine.stop, engine.state
+    engine.stop = lambda grace_s: setattr(engine, "state", lambda: ("stopping", 1.0, ""))
     running = launch(engine, **options)
     try:
         yield running
     finally:
-        running.stop()
-        engine.stop = stop
+        if running.thread.is_alive():
+            running.stop()
+        engine.stop, engine.state = stop, state
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +258,7 @@ def test_pointing_at_an_expert_describes_it(server: Running, visit: Visit) -> No
 def test_a_narrow_screen_needs_no_scrolling_sideways(server: Running, visit: Visit) -> None:
     page = visit(server.url, viewport=NARROW, has_touch=True)
     ready(page)
-    with generating(server, 60):
+    with generating(server):
         page.wait_for_selector("#request-table tbody tr")
         assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
         for card in ("speed", "experts", "requests", "chat", "memory", "links", "prefetch"):
@@ -301,11 +304,12 @@ def test_the_page_reconnects_after_a_restart(engine: Any, visit: Visit) -> None:
         page = visit(first.url, expected="Failed to load resource")
         ready(page)
         first.stop()
+        del engine.state  # it has stopped for this server alone
         page.wait_for_selector("#state[data-state=away]")
         assert "cannot be reached" in text(page, "#state")
         second = stack.enter_context(served(engine, port=first.port))
         ready(page)
-        with generating(second, 200):
+        with generating(second):
             page.wait_for_selector("#request-table tbody tr")
 
 
@@ -336,6 +340,7 @@ def test_a_key_opens_the_page_and_its_buttons(engine: Any, visit: Visit) -> None
         until(page, "document.querySelector('#resize-error').className === 'error'")
         assert "0%" in text(page, "#resize-error")
         assert not any(KEY in line for line in running.lines)
+    engine.resize("25%")  # as the other tests expect
 
 
 def test_a_recording_plays(visit: Visit) -> None:

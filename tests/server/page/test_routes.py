@@ -110,9 +110,12 @@ class TestAccess:
         running = serve(fake_engine("Hi"))
         with watching(running) as (_, frames):
             next(frames)
+        for path in assets():
+            running.get(path)
         running.get("/v1/nothing")
-        assert "/v1/nothing" in running.line()
-        assert not any(DATA in line for line in running.lines)
+        assert "/v1/nothing" in running.line(2)
+        assert "GET / 200" in running.lines[0]
+        assert len(running.lines) == 2
 
 
 class TestStreams:
