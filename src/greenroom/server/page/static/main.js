@@ -104,6 +104,7 @@ const waitForKey = (error) => new Promise((done) => {
 enableResize();
 follow({
   greeting(first) {
+    if (greeting && greeting.version !== first.version) location.reload(); // another version's page
     begin(first);
     chat.begin(first);
     history.addGreeting(first, history.points.at(-1)?.t ?? 0);

@@ -68,7 +68,10 @@ export function showPrefetching(frame, greeting) {
     ["begun", count(now.prefetches)], ["in time", share(now.useful)], ["late", share(now.late)],
     ["not used", share(now.wasted + now.dropped + now.displaced)],
   ]);
-  const none = greeting.predictor ? "The guard has not compared passes with and without prefetching yet." : "";
+  const all = greeting.layers.reduce((a, b) => a + b, 0);
+  const none = !greeting.predictor ? ""
+    : frame.slots[0] >= all ? "Every expert has a slot, so nothing is predicted."
+    : "The guard has not compared passes with and without prefetching yet.";
   setText($("verdict"), now.verdict ? `Guard: ${now.verdict}.` : none);
 }
 

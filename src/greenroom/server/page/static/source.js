@@ -38,6 +38,11 @@ export async function problem(response) {
   }
 }
 
+// An error of what is shown must not look like one of the network, nor end the stream.
+function take(show, data) {
+  try { show(JSON.parse(data)); } catch (error) { reportError(error); }
+}
+
 // Calls `on.greeting`, `on.frame`, `on.recording`, `on.away(text)` and `on.locked(text)`, for ever.
 export async function follow(on) {
   for (let failures = 0; ; failures += 1) {
@@ -51,17 +56,15 @@ export async function follow(on) {
       if (!response.ok) {
         why = await problem(response);
       } else if (response.headers.get("content-type").startsWith("application/json")) {
-        on.recording(await response.json());
+        take(on.recording, await response.text());
         return;
       } else {
         for await (const { name, data } of serverSentEvents(response.body)) {
           failures = 0;
-          (name === "greeting" ? on.greeting : on.frame)(JSON.parse(data));
+          take(name === "greeting" ? on.greeting : on.frame, data);
         }
       }
-    } catch (error) {
-      if (!(error instanceof TypeError || error.name === "AbortError")) throw error; // not the network's
-    }
+    } catch { /* the connection was lost: `take` reports other errors */ }
     on.away(why);
     await new Promise((done) => setTimeout(done, 1000 * WAITS_S[Math.min(failures, WAITS_S.length - 1)]));
   }
