@@ -155,9 +155,8 @@ class ServeConfig(SpeculationConfig):
         None, "origins of web pages that may call the server (CORS; default: none)", "URL,..."
     )
     no_page: bool = option(
-        False, "serve no live page at /, which shows the experts in memory, speed and requests",
-        shown=True,
-    )  # fmt: skip
+        False, "serve no live page at /, which shows the experts in memory, speed and requests"
+    )
     log_format: str = option(
         "text", "format of the log, which has one line for each request", None, ("text", "json")
     )
