@@ -125,7 +125,7 @@ portable: $(READY) native
 # The live page in a real browser, driven by Playwright. The browser is Debian's, not Playwright's own.
 browser: $(READY) native
 	@command -v chromium > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || \
-		apt-get install --yes --no-install-recommends chromium > /dev/null || true
+		{ apt-get update && apt-get install --yes --no-install-recommends chromium; } > /dev/null || true
 	@command -v chromium > /dev/null || echo "make browser: skipped, because there is no chromium: apt-get install chromium"
 	! command -v chromium > /dev/null || { \
 		$(BIN)/python -m pip install --quiet --constraint constraints.txt playwright && \
