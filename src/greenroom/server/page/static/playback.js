@@ -1,6 +1,7 @@
 // Plays a recording: a clock over its frames, with a slider.
 import { $, count, seconds } from "./format.js";
 
+const SHORT_S = 5; // shorter timelines begin slowly
 const BEFORE = 400; // frames that are taken again after a jump
 
 export class Playback {
@@ -10,6 +11,7 @@ export class Playback {
     this.index = -1;
     this.playing = true;
     $("player").hidden = false;
+    if (greeting.unit === "s" && greeting.span < SHORT_S) $("rate").value = "0.1";
     $("position").max = frames.length - 1;
     $("player").addEventListener("submit", (event) => event.preventDefault());
     $("play").addEventListener("click", () => this.#toggle(!this.playing));
