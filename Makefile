@@ -7,17 +7,18 @@ READY := $(VENV)/.ready
 # Tests start many processes: with byte code written by the first, each starts a second sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native demo check ci portable processes interpreted without-options check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers papers-demo papers-train clean
+.PHONY: help setup native demo check ci portable browser processes interpreted without-options check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers papers-demo papers-train clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
 	@echo "             Greenroom does it, and prove that nothing has changed"
 	@echo "make check   formatting, lint, spelling, types, import rules, tests"
-	@echo "make ci      what takes longer than that: processes, interpreted, bench-smoke, fuzz, without-options"
+	@echo "make ci      what takes longer than that: processes, interpreted, bench-smoke, portable, browser, fuzz, without-options"
 	@echo "make processes  tests that start whole programs"
 	@echo "make interpreted  what is for a GPU, on a CPU: Triton's kernels in its interpreter, the GPU report"
 	@echo "make native  compile the kernels in C++ (folder native/), if they changed"
 	@echo "make portable  the kernels compiled for aarch64, and compared in an emulator with those for AVX2"
+	@echo "make browser  the live page in Chromium, which is installed by apt-get where that is allowed"
 	@echo "make bench-smoke  every script of benchmarks/ on tiny inputs"
 	@echo "make fuzz    damaged files of every format that is read (FUZZ_SECONDS=N)"
 	@echo "make without-options  the checks of a copy of the project in which an option is deleted, for each"
@@ -66,7 +67,7 @@ check: $(READY)
 	$(MAKE) --no-print-directory --jobs 2 lint types imports test
 
 # What is left out of `make check` because it takes longer. Continuous integration runs both.
-ci: processes interpreted bench-smoke portable fuzz without-options
+ci: processes interpreted bench-smoke portable browser fuzz without-options
 
 # With the Python that has a torch for this machine's GPU: make check-gpu PYTHON=python3
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
@@ -100,7 +101,7 @@ imports: $(READY)
 
 # Three at a time: two cores have work while a test waits.
 test: $(READY) native
-	$(BIN)/python -m pytest -m "not slow and not bench_smoke and not process and not interpreted and not portable" --durations=10 -n 3 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not bench_smoke and not process and not interpreted and not portable and not browser" --durations=10 -n 3 --dist worksteal
 
 # Tests that start whole programs, for seconds each: servers, kills, interrupts, guarded memory.
 processes: $(READY) native
@@ -120,6 +121,15 @@ portable: $(READY) native
 		-DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/build/aarch64/lib > /dev/null
 	@cmake --build build/aarch64
 	$(BIN)/python -m pytest -m portable tests/runtime/kernels/native
+
+# The live page in a real browser, driven by Playwright. The browser is Debian's, not Playwright's own.
+browser: $(READY) native
+	@command -v chromium > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || \
+		{ apt-get update && apt-get install --yes --no-install-recommends chromium; } > /dev/null || true
+	@command -v chromium > /dev/null || echo "make browser: skipped, because there is no chromium: apt-get install chromium"
+	! command -v chromium > /dev/null || { \
+		$(BIN)/python -m pip install --quiet --constraint constraints.txt playwright && \
+		$(BIN)/python -m pytest -m browser --durations=10 tests/server/page; }
 
 # Every script of benchmarks/, on tiny inputs: does it run, and does it print what it should?
 bench-smoke: $(READY) native

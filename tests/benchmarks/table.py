@@ -144,6 +144,8 @@ ROWS = (
         ("--batch-delay", "last TTFT s", "mean TTFT s")),
     Row("prompt_cache.py", "demo --cache 25% --tokens 300 --new 4 --repeats 1",
         ("tokens", "files MB", "without s", "with s", "sooner", "as cached", "as computed")),
+    Row("live_page.py", "--seconds 0.5 --rounds 1",
+        ("server", "cpu", "loop without", "loop with", "page", "kB/s", "largest frame kB")),
     Row("soak_serve.py", "demo --minutes 0.1 --users 2",
         ("requests:", "memory of the last quarter", "computed again, 0 different"), kind="text"),
     Row("plan.py", "demo --out {out}/plan.jsonl --trace {out}/plan.safetensors --rounds 1"

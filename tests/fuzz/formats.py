@@ -403,6 +403,31 @@ def read_learned(data: bytes, folder: Path) -> None:
             _quietly(lambda: recent_trace(known, [4, 3]))
 
 
+# ---- timelines
+
+
+def _timelines() -> list[bytes]:
+    from greenroom.core.events import ComputeGroup, StartChunk
+    from greenroom.runtime.driver.timeline import Timeline
+
+    timeline = Timeline(experts_per_layer=(4, 3))
+    at = timeline.origin
+    for piece, layer in ((1, 0), (5, 1)):
+        chunk = StartChunk(0, piece, layer, 0, 0, -1, layer == 0, -1, True)
+        timeline.add_chunk("disk -> host", chunk, at, at + 0.1)
+        timeline.add_stall(layer, "miss", at, at + 0.1)
+        timeline.add_group(layer, ComputeGroup(np.array([piece]), np.array([layer])), at + 0.1)
+    timeline.add_span("passes", "prompt", at, at + 0.2)
+    timeline.add_span("passes", "token", at + 0.2, at + 0.3)
+    return _written(timeline.save)
+
+
+def read_timeline(data: bytes, folder: Path) -> None:
+    from greenroom.server.page.timeline_frames import timeline_frames
+
+    json.dumps(timeline_frames(saved("timeline.json", data, folder), "run"), allow_nan=False)
+
+
 # ---- the prompt cache
 
 
@@ -453,5 +478,6 @@ OWN = {
     "prompts": Format(_prompts, read_prompts, lines, lines_join),
     "predictor": Format(_predictor, read_predictor, safetensors, safetensors_join),
     "learned": Format(_learned, read_learned, safetensors, learned_join),
+    "timeline": Format(_timelines, read_timeline, plain, plain_join),
     "segment": Format(_segments, read_prompt_segment, safetensors, safetensors_join),
 }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from greenroom.config import ServeConfig
 from greenroom.errors import GreenroomError, TooLong
 from greenroom.server.engine.requests import Busy, Finished, Listener, PromptTokens, Request, Token
 from greenroom.server.engine.snapshot import Totals
@@ -26,8 +27,21 @@ class FakeTicket:
     sent_tokens: int = 0
     stopping: bool = False
 
+    admitted = answered = 0.0  # times, as of a Sequence
+    arrived: float = field(default_factory=time.monotonic)
+
     def cancel(self) -> None:
         self.cancelled.set()
+
+    @property
+    def prompt(self) -> int:
+        return len(self.request.ids)
+
+    computed = prompt
+
+    @property
+    def new(self) -> int:
+        return self.sent_tokens
 
 
 class FakeEngine:
@@ -35,6 +49,9 @@ class FakeEngine:
 
     `failing` is raised after `fail_after` tokens; `places` bounds the requests at a time.
     """
+
+    was_ready = False  # it has no model, whose statistics could be read
+    config = ServeConfig()
 
     def __init__(
         self,
@@ -121,6 +138,10 @@ class FakeEngine:
             return Token(token)
         top = tuple((token + i, -0.5 - i) for i in range(request.top_logprobs))
         return Token(token, -0.5, top)
+
+    def sequences(self) -> tuple[list[FakeTicket], list[FakeTicket]]:
+        with self._lock:
+            return [ticket for ticket in self.tickets if not ticket.done.is_set()], []
 
     def state(self) -> tuple[str, float, str]:
         return self.now

@@ -25,7 +25,7 @@ COMMANDS = {
     name: name.replace("-", "_")
     for name in (
         "run", "chat", "serve", "pull", "list", "rm", "doctor", "plan", "tune", "bench", "verify",
-        "pack", "models", "simulate", "trace", "train-predictor",
+        "pack", "models", "simulate", "trace", "view", "train-predictor",
     )
 } | {"trace": "trace.group"}  # fmt: skip
 

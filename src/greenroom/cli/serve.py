@@ -123,6 +123,8 @@ class ModelWatch:
             self._warm = None
             warm.result()  # raises if the tokenizer cannot be used
             self._service.log.log_message(self._service.engine.summary)
+            if not self._service.config.no_page:
+                self._service.log.log_message(f"live page: {self._url}")
             self._service.log.log_message(try_it(self._service, self._url))
         if state == self._state:
             return

@@ -11,7 +11,7 @@ from greenroom.config.serve import (
     bounded_temperature,
 )
 from greenroom.config.simulate import ORDERS, PINS, BudgetsConfig, SimulateConfig
-from greenroom.config.study import BenchmarkConfig, RecordConfig, TrainConfig
+from greenroom.config.study import BenchmarkConfig, RecordConfig, TrainConfig, ViewConfig
 from greenroom.config.synth import SynthConfig, TopicsConfig, ZipfConfig
 from greenroom.config.values import parse_device
 from greenroom.core.config.scheduler import SchedulerConfig
@@ -41,6 +41,7 @@ __all__ = [
     "SynthConfig",
     "TopicsConfig",
     "TrainConfig",
+    "ViewConfig",
     "ZipfConfig",
     "bounded_temperature",
     "changed_options",

@@ -154,6 +154,9 @@ class ServeConfig(SpeculationConfig):
     allowed_origins: str | None = option(
         None, "origins of web pages that may call the server (CORS; default: none)", "URL,..."
     )
+    no_page: bool = option(
+        False, "serve no live page at /, which shows the experts in memory, speed and requests"
+    )
     log_format: str = option(
         "text", "format of the log, which has one line for each request", None, ("text", "json")
     )

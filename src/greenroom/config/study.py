@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from greenroom.config.tables import check_predictor
+from greenroom.config.tables import check_policy, check_predictor
 from greenroom.option import above, at_least, check_options, option, within
 
 LEAST_TOKENS = 50  # for training a predictor, and for its test
@@ -35,6 +35,31 @@ class RecordConfig:
         for name in (self.predict or "").split(","):
             if name and "=" not in name.partition(":")[0]:  # an option of the predictor before it
                 check_predictor(name)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewConfig:
+    """Options of playing a recording back."""
+
+    cache: str | None = option(
+        None, "for traces: slots of the simulated expert cache, a number or a share of the experts"
+        " (default: 25%%)", "N", shown=True,
+    )  # fmt: skip
+    policy: str | None = option(
+        None, "for traces: eviction policy of the simulated cache (default: auto)", "NAME",
+        check=lambda value, name: check_policy(value), shown=True,
+    )  # fmt: skip
+    limit: int | None = option(
+        None, "for traces: play the first N tokens (default: 2000)", "N", check=at_least(1),
+        shown=True,
+    )  # fmt: skip
+    port: int = option(
+        0, "port on this machine; 0 takes any free port", "N", check=at_least(0, 65535), shown=True
+    )
+    no_browser: bool = option(False, "print the address, and open no browser", shown=True)
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True)

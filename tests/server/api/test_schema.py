@@ -22,13 +22,14 @@ SERVED = [
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
     ("POST", "/v1/admin/cache"),
+    ("POST", "/v1/admin/cancel"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"),
     ("GET", "/v1/stats"),
     ("GET", "/health"),
     ("GET", "/metrics"),
 ]
-BODIES = SERVED[:6]
+BODIES = SERVED[:7]
 KEY = "k"
 
 

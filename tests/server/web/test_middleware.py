@@ -112,6 +112,24 @@ class TestKeys:
         assert "--api-key-file" in response.text
         assert not running.engine.resized
 
+    def test_a_client_with_the_key_cancels_a_request(self, serve: Serve) -> None:
+        running = serve(fake_engine("word " * 50, delay_s=0.05), key=KEY)
+        headers = {"x-api-key": KEY}
+        by_openai = openai.OpenAI(base_url=f"{running.url}/v1", api_key=KEY)
+        chunks = by_openai.chat.completions.with_raw_response.create(**CHAT, n=2, stream=True)
+        wait_for(lambda: len(running.engine.tickets) == 2)
+        path, body = "/v1/admin/cancel", {"request": chunks.headers["x-request-id"]}
+        assert running.post(path, body).status_code == 401
+        assert running.post(path, {"request": "req_0"}, headers=headers).status_code == 404
+        assert running.post(path, body, headers=headers).json() == {"cancelled": 2}
+        for ticket in running.engine.tickets:
+            wait_for(ticket.done.is_set)
+        assert running.post(path, body, headers=headers).status_code == 404
+
+    def test_a_server_without_a_key_cancels_nothing(self, serve: Serve) -> None:
+        running = serve(fake_engine("word " * 5))
+        assert running.post("/v1/admin/cancel", {"request": "req_1"}).status_code == 403
+
     def test_a_key_comes_from_a_file_or_the_environment(self, tmp_path: Path) -> None:
         file = tmp_path / "key"
         file.write_text(f"{KEY}\nsecond line\n")

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import IntEnum
 
+import numpy as np
+
+from greenroom.core.cache.buffer import BorrowState
 from greenroom.core.cache.learned import export_learned, restore_learned
 from greenroom.core.cache.placement import Placement
 from greenroom.core.cache.reshape import check_new_scope
@@ -18,6 +22,15 @@ from greenroom.core.plan import Flags, TransferStatus
 from greenroom.core.policy import Arrays
 from greenroom.core.prefetch.prefetcher import Prefetcher
 from greenroom.core.transfers.transfers import Transfers
+
+
+class ExpertState(IntEnum):
+    """State of an expert, for displays: absent, in flight, prefetched or resident."""
+
+    ABSENT = 0
+    IN_FLIGHT = 1
+    PREFETCHED = 2  # in a borrowed slot, and not used yet
+    RESIDENT = 3
 
 
 class StateView:
@@ -119,6 +132,29 @@ class StateView:
     def demands(self) -> int:
         """The number of transfers under way that a step waits for."""
         return self._transfers.queue.demands
+
+    def expert_states(self) -> Ints:
+        """Return the state of each expert: absent, in flight, prefetched or resident.
+
+        Any thread may call this method at any time: it takes no lock, and a state may be a moment
+        old. A split expert counts as its top segment does.
+        """
+        placement, experts = self._placement, self.pieces.experts
+        resident = placement.cache.state.slot_of >= 0
+        states = np.where(resident, ExpertState.RESIDENT, ExpertState.ABSENT)
+        for entry in list(placement.buffer.borrowed.values()):
+            used = entry.state is BorrowState.IN_USE
+            states[entry.piece] = ExpertState.RESIDENT if used else ExpertState.PREFETCHED
+        moving = [piece for piece in list(self._transfers.queue.entries) if piece < experts]
+        states[moving] = ExpertState.IN_FLIGHT
+        return states
+
+    def queue_lengths(self) -> list[tuple[int, int, int]]:
+        """Return each link's numbers of waiting demands, waiting prefetches, and moving chunks.
+
+        Any thread may call this method at any time.
+        """
+        return self._transfers.queue.lengths()
 
     def hold_prefetches(self, hold: bool) -> None:
         """Let prefetches start no reads from disk, because another reader goes before them.

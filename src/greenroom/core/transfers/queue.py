@@ -207,6 +207,15 @@ class TransferQueue:
             if entry.piece not in step_pieces:
                 yield link, entry.piece, 1
 
+    def lengths(self) -> list[tuple[int, int, int]]:
+        """Return each link's numbers of waiting demands, waiting prefetches, and moving chunks."""
+        return [
+            (len(demands), len(prefetches), lanes - len(idle))
+            for (demands, prefetches), lanes, idle in zip(
+                self._queues, self.lanes, self._idle, strict=True
+            )
+        ]
+
     def start(self) -> Iterator[StartChunk]:
         """Start transfers of chunks on idle lanes, as long as any can start.
 

@@ -255,7 +255,8 @@ class Greenroom:
         what was recorded, or None if nothing was.
         """
         self.driver.predictions.drain()
-        recorded, self.driver.timeline = self.driver.timeline, Timeline() if on else None
+        recorded, sizes = self.driver.timeline, self.setup.catalog.experts_per_layer
+        self.driver.timeline = Timeline(experts_per_layer=sizes) if on else None
         self.driver.predictions.timeline = self.driver.timeline
         return self.driver.timeline if on else recorded
 

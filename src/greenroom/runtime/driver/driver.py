@@ -68,7 +68,7 @@ class Driver:
     ) -> None:
         self.scheduler, self.slots = scheduler, slots
         self.pieces = pieces = scheduler.view.pieces
-        self.meter = Meter.for_lanes(scheduler.view.lanes)
+        self.meter = Meter.for_lanes(scheduler.view.lanes, pieces.layers)
         self.request_counts = np.zeros(pieces.experts, np.int64)  # requests of each expert
         self.miss_counts = np.zeros(pieces.layers, np.int64)  # misses of each layer
         self._tables = ResidentTables(scheduler, self.request_counts)
@@ -337,7 +337,7 @@ class Driver:
                 begin, cause = time.perf_counter(), self._stall_cause()
                 self._actions.wait_for_action()
                 end = time.perf_counter()
-                self.meter.stalls[cause] += end - begin
+                self.meter.add_stall(self._layer, cause, end - begin)
                 if self.timeline is not None:
                     self.timeline.add_stall(self._layer, cause, begin, end)
             return self._actions.popleft()

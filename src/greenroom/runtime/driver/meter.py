@@ -45,6 +45,7 @@ class Meter:
     prompt is read; otherwise `late` if the prefetch of a missing expert had begun, else `miss`.
 
     stalls: seconds of stalls, by cause
+    layer_stalls: seconds of stalls, by layer
     passes: forward passes begun
     decodes: complete passes that do not read a prompt
     decode_s: seconds of all decode passes
@@ -55,6 +56,7 @@ class Meter:
 
     links: list[LinkMeter]
     stalls: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+    layer_stalls: list[float] = field(default_factory=list)
     passes: int = 0
     decodes: int = 0
     decode_s: float = 0.0
@@ -65,8 +67,8 @@ class Meter:
     at: float = field(default=0.0, compare=False)  # time.perf_counter() of the latest `copy`
 
     @classmethod
-    def for_lanes(cls, lanes: Sequence[int]) -> Meter:
-        return cls([LinkMeter() for _ in lanes])
+    def for_lanes(cls, lanes: Sequence[int], layers: int = 0) -> Meter:
+        return cls([LinkMeter() for _ in lanes], layer_stalls=[0.0] * layers)
 
     @property
     def bytes_read(self) -> int:
@@ -77,6 +79,11 @@ class Meter:
     def stall_s(self) -> float:
         return sum(self.stalls.values())
 
+    def add_stall(self, layer: int, cause: str, seconds: float) -> None:
+        """Count a time in which an MoE layer only waited for experts."""
+        self.stalls[cause] += seconds
+        self.layer_stalls[layer] += seconds
+
     def add_decode(self, seconds: float, waited: float) -> None:
         """Count a decode pass that has ended, with its seconds and the seconds it waited."""
         self.decodes += 1
@@ -86,7 +93,10 @@ class Meter:
     def copy(self) -> Meter:
         """Return a copy of the counters, with the present time as `at`."""
         links = [replace(link) for link in self.links]
-        return replace(self, links=links, stalls=dict(self.stalls), at=time.perf_counter())
+        return replace(
+            self, links=links, stalls=dict(self.stalls), layer_stalls=[*self.layer_stalls],
+            at=time.perf_counter(),
+        )  # fmt: skip
 
 
 def subtract_counts(after: Any, before: Any) -> Any:

@@ -16,9 +16,11 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from greenroom.core.events import HOST, ComputeGroup, StartChunk
 from greenroom.trace.container import atomic_file
@@ -42,10 +44,12 @@ _Event = tuple[int, str, str, float, float, dict[str, Any]]
 class Timeline:
     """Recording of a run's computation, transfers and stalls as spans of time.
 
-    The latest `limit` events are stored.
+    The latest `limit` events are stored. The file also says how many experts each layer has, so
+    that experts' ids can be read.
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
+    def __init__(self, limit: int = LIMIT, experts_per_layer: Sequence[int] = ()) -> None:
+        self.experts_per_layer = list(experts_per_layer)
         self.origin = time.perf_counter()
         self._events: deque[_Event] = deque(maxlen=limit)
         self._numbers = itertools.count()
@@ -65,7 +69,8 @@ class Timeline:
         """
         name = f"layer {layer}: {group.experts.size} experts"
         place = ON_HOST if group.device == HOST else COMPUTE
-        self.add_span(place, name, begin, time.perf_counter(), layer=layer)
+        ids = group.experts.astype(np.int32)  # a list would take nine times the memory
+        self.add_span(place, name, begin, time.perf_counter(), layer=layer, experts=ids)
 
     def add_stall(self, layer: int, cause: str, begin: float, end: float) -> None:
         """Add a wait of the thread that computes, in seconds of `time.perf_counter`."""
@@ -95,6 +100,7 @@ class Timeline:
         note = {
             "microseconds": "since recording started",
             "dropped": dropped,
+            "experts_per_layer": self.experts_per_layer,
             "note": f"the first {dropped} events were dropped, the latest {len(events)} are stored"
             if dropped
             else "all events are stored",

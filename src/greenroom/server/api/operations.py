@@ -23,7 +23,13 @@ class CacheSize(StrictModel):
     cache: Annotated[str, Field(min_length=1, max_length=32)]
 
 
-BODIES = (CacheSize,)
+class CancelledRequest(StrictModel):
+    """Request body with the id of the request to cancel, as in the header `x-request-id`."""
+
+    request: Annotated[str, Field(min_length=1, max_length=64)]
+
+
+BODIES = (CacheSize, CancelledRequest)
 
 
 def router(service: Service) -> APIRouter:
@@ -64,13 +70,30 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/admin/cache", openapi_extra=openapi_body(CacheSize))
     async def resize(request: Request) -> dict[str, Any]:
-        if service.key is None:
-            raise ApiError(403, "this route needs an API key: start the server with --api-key-file")
+        check_has_key(service)
         body = await read_body(request, service, CacheSize)
         service.dialogue()  # ApiError 503 before the model is loaded
         return {"slots": await resizes(body.cache)}
 
+    @routes.post("/v1/admin/cancel", openapi_extra=openapi_body(CancelledRequest))
+    async def cancel(request: Request) -> dict[str, Any]:
+        check_has_key(service)
+        body = await read_body(request, service, CancelledRequest)
+        running, waiting = service.engine.sequences()
+        answers = [each for each in (*running, *waiting) if each.request.name == body.request]
+        if not answers:
+            raise ApiError(404, f"no request {body.request[:64]!r} is running or waiting")
+        for each in answers:
+            each.cancel()
+        return {"cancelled": len(answers)}
+
     return routes
+
+
+def check_has_key(service: Service) -> None:
+    """Check that the server has an API key, for routes that change it; else ApiError 403."""
+    if service.key is None:
+        raise ApiError(403, "this route needs an API key: start the server with --api-key-file")
 
 
 def _model(service: Service) -> dict[str, Any]:

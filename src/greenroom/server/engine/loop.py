@@ -102,7 +102,8 @@ class ContinuousEngine:
         sequence = self._sequence(request, listener)
         with self._changed:
             self._check_open()
-            if len(self._waiting) >= self.config.max_queue + self._free():
+            free = max(0, self.config.max_batch - len(self._running))
+            if len(self._waiting) >= self.config.max_queue + free:
                 raise Busy(
                     f"the queue is full: {len(self._waiting)} requests wait already (--max-queue);"
                     " try again later",
@@ -114,10 +115,6 @@ class ContinuousEngine:
                 self.journal.requests[sequence.number] = request
             self._changed.notify_all()
         return sequence
-
-    def _free(self) -> int:
-        """Return how many requests could run at once without waiting."""
-        return max(0, self.config.max_batch - len(self._running))
 
     def _check_open(self) -> None:
         name, _, why = self._state
@@ -172,6 +169,10 @@ class ContinuousEngine:
     def stats(self) -> dict[str, Any]:
         """Return JSON-ready statistics of the engine, as `snapshot` makes them."""
         return snapshot(self)
+
+    def sequences(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Return the running and the waiting requests of this moment."""
+        return list(self._running), list(self._waiting)
 
     @property
     def waiting(self) -> int:

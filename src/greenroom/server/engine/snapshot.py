@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from greenroom.server.engine.loop import ContinuousEngine
 
 OPTIONAL = "approximated", "co_compute", "pressure"
+RECENT = 64  # ended requests whose results are stored
 USUAL = 0.2  # weight of the newest answer in the moving average
 
 
@@ -23,7 +25,8 @@ class Totals:
     """Totals of ended requests: counts by reason, tokens, and the average time of an answer.
 
     `usual_s` is a moving average of the seconds from admission to end, over requests that got at
-    least one token.
+    least one token. `recent` has the results of the last requests, each with the time of its end on
+    the monotonic clock.
     """
 
     reasons: Counter[str] = field(default_factory=Counter)
@@ -31,12 +34,14 @@ class Totals:
     reused_tokens: int = 0
     new_tokens: int = 0
     usual_s: float = 0.0
+    recent: deque[tuple[float, Finished]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def add(self, finished: Finished) -> None:
         self.reasons[finished.reason] += 1
         self.prompt_tokens += finished.prompt_tokens
         self.reused_tokens += finished.reused_tokens
         self.new_tokens += finished.new_tokens
+        self.recent.append((time.monotonic(), finished))
         if not finished.new_tokens:
             return
         took = finished.duration_s - finished.queued_s

@@ -13,8 +13,9 @@ from datetime import UTC, datetime
 
 from greenroom.server.engine.requests import Finished
 
-# Probes come every few seconds; their usual results are not logged.
-QUIET = {("/health", 200), ("/health", 503), ("/metrics", 200)}
+# Probes and the live page come every few seconds; their usual results are not logged.
+QUIET = {("/health", 200), ("/health", 503), ("/metrics", 200), ("/v1/live", 200)}
+QUIET_FOLDER = "/page/"  # files of the live page
 
 
 @dataclass(slots=True)
@@ -94,8 +95,8 @@ def tpot_s(finished: Finished) -> float | None:
 class RequestLog:
     """Writes one log line for each HTTP request, as text or JSON.
 
-    Routine responses of /health (200, 503) and /metrics (200) are left out. `write` gets each line;
-    by default lines go to standard error.
+    Routine responses of /health (200, 503), /metrics and /v1/live (200), and the files of the live
+    page are left out. `write` gets each line; by default lines go to standard error.
     """
 
     def __init__(self, form: str = "text", write: Callable[[str], object] | None = None) -> None:
@@ -103,7 +104,7 @@ class RequestLog:
         self._write = write or _to_stderr
 
     def log_request(self, record: RequestRecord) -> None:
-        if (record.path, record.status) in QUIET:
+        if (record.path, record.status) in QUIET or record.path.startswith(QUIET_FOLDER):
             return
         facts = {"time": _now(), **record.facts()}
         self._emit(facts, _text(facts))

@@ -22,6 +22,8 @@ from greenroom.server.api import chat, completions, messages, operations, respon
 from greenroom.server.http.errors import ApiError, as_api_error
 from greenroom.server.http.route_helpers import REF
 from greenroom.server.http.service import Service
+from greenroom.server.page import routes
+from greenroom.server.page.assets import assets
 from greenroom.server.web.middleware import (
     CheckMiddleware,
     KeyCheck,
@@ -35,7 +37,9 @@ APIS = (chat, completions, responses, messages, operations)
 
 def create_app(service: Service) -> ASGIApp:
     """Make the ASGI app of a service: all routes, the key check, request ids and the log."""
-    app: ASGIApp = CheckMiddleware(api(service), KeyCheck(service.key, service.config.host))
+    page_files = () if service.config.no_page else assets()
+    check = KeyCheck(service.key, service.config.host, page_files)
+    app: ASGIApp = CheckMiddleware(api(service), check)
     if service.config.allowed_origins is not None:
         origins = [origin.strip() for origin in service.config.allowed_origins.split(",")]
         app = CORSMiddleware(
@@ -58,6 +62,8 @@ def api(service: Service) -> FastAPI:
     )
     for each in APIS:
         app.include_router(each.router(service))
+    if not service.config.no_page:
+        app.include_router(routes.router(service))
     for kind in (GreenroomError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer)
     app.state.log = service.log

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
@@ -100,12 +100,13 @@ class KeyCheck:
     """Checks the API key of HTTP requests; if the server has none, the Host header.
 
     Without a key, only a Host header that names this machine is accepted: foreign web pages can
-    reach a server on loopback under their own host names (DNS rebinding). /health needs no key.
+    reach a server on loopback under their own host names (DNS rebinding). /health needs no key, and
+    neither do the paths of `files`.
     """
 
-    def __init__(self, key: str | None, host: str) -> None:
+    def __init__(self, key: str | None, host: str, files: Collection[str] = ()) -> None:
         self._digest = _digest(key) if key is not None else None
-        self._host = host.lower()
+        self._host, self._files = host.lower(), files
 
     def __call__(self, scope: Scope) -> ApiError | None:
         if scope["path"] in OPEN:
@@ -120,6 +121,8 @@ class KeyCheck:
                     " API key (--api-key-file)",
                     close=True,
                 )
+            return None
+        if scope["path"] in self._files:
             return None
         key = headers.get("x-api-key")
         scheme, _, token = headers.get("authorization", "").partition(" ")
