@@ -16,6 +16,7 @@ import triton.language as tl
 from greenroom.runtime.kernels import activation
 from greenroom.runtime.kernels.triton.expand import expand
 
+LAUNCHED = ("project", "combine")  # the programs that a step launches
 UNIT = 64  # bytes
 OTHER_UNITS = tl.constexpr(UNIT // 4)  # float32 numbers in a unit
 
