@@ -119,10 +119,9 @@ def find(launch: Launch, compiled: Any) -> Findings:
 def weights(launch: Launch) -> float:
     """The weights that a lane multiplies in an iteration of the main loop."""
     options = launch.options
-    if "N" not in options or "K" not in options:
-        return 0.0
-    matrices = 2 if options["GATED"] else 1
-    return matrices * options["N"] * options["K"] / (LANES * options.get("num_warps", 4))
+    matrices, lanes = 2 if options["GATED"] else 1, LANES * options.get("num_warps", 4)
+    inputs = options["K"] if "K" in options else options["C"] * options["CHUNK"]
+    return matrices * options["N"] * inputs / lanes
 
 
 def run(tool: str, *arguments: str) -> str:

@@ -22,11 +22,12 @@ from torch import Tensor
 from greenroom.core.layout import BLOCKS, PLAIN, SlotLayout, TensorSpec
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.triton import TritonKernel, kernel, programs
+from greenroom.runtime.kernels.triton import TritonKernel, kernel, one_token, programs
 from greenroom.runtime.kernels.triton.expand import ENCODINGS
 from tests.ggml_blocks import GGML
 
 REPORT = Path(__file__).parents[2] / "benchmarks" / "gpu_report"
+LAUNCHED = ((programs, "project"), (programs, "combine"), (one_token, "project_one"))
 TOKENS = (1, 16, 512)  # one token; a tile of few rows; a prompt
 # Of the encodings with a scale in a tensor of its own: type of codes, their bytes, inputs to a
 # scale, type of scales.
@@ -137,17 +138,17 @@ class Recorder:
 @contextmanager
 def recording(record: Callable[..., None]) -> Iterator[None]:
     """Record the launches of the kernel's programs, and upload nothing."""
-    before = {name: getattr(programs, name) for name in programs.LAUNCHED}
+    before = [(module, name, getattr(module, name)) for module, name in LAUNCHED]
     upload = kernel.upload
-    for name, function in before.items():
-        setattr(programs, name, Recorder(function, record))
+    for module, name, function in before:
+        setattr(module, name, Recorder(function, record))
     kernel.upload = lambda numbers, device: torch.from_numpy(numbers).to("meta")
     try:
         yield
     finally:
         kernel.upload = upload
-        for name, function in before.items():
-            setattr(programs, name, function)
+        for module, name, function in before:
+            setattr(module, name, function)
 
 
 def launches_of(model: str, encoding: str) -> list[Launch]:

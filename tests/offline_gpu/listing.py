@@ -10,10 +10,10 @@ LABEL = re.compile(r"\s*(?P<label>\$?\.?[\w$]+):")
 SASS = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?P<text>[^;]+);")
 BRANCH = re.compile(r"\b(?:BRA|bra)\b.*?(?P<label>\$?\.?L[\w$]+)")
 PREDICATE = re.compile(r"^@!?%?\w+\s+")
-# What has one instruction in PTX and in SASS: parts of both names.
-ANCHORS = (
-    (("mma.sync", "wgmma.mma_async"), ("HMMA", "HGMMA")),
-    (("ld.global.v4", "cp.async.cg"), ("LDG.E.128", "LDGSTS.E.BYPASS.128", "LDG.E.128.CONSTANT")),
+PRODUCT = re.compile(r"mma\.sync|wgmma\.mma_async|^HMMA|^HGMMA")  # in PTX and in SASS
+WIDE = re.compile(
+    r"ld\.global[\w.]*\.v(?:8\.\w32|4\.\w32|4\.\w64|2\.\w64)|cp\.async\.cg"
+    r"|^LDG\.[\w.]*(?:128|256)|^LDGSTS\.[\w.]*128"
 )
 WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
@@ -93,11 +93,12 @@ def turns(sass: Listing, ptx: Listing) -> int:
     The assembler may unroll a loop. It never divides or joins what is counted here: products on
     tensor cores, and, in a loop without these, loads of 128 bits.
     """
-    for names, operations in ANCHORS:
-        once = sum(any(name in opcode(each) for name in names) for each in ptx.main_loop)
-        here = sum(any(name in opcode(each) for name in operations) for each in sass.main_loop)
+    for kind in (PRODUCT, WIDE):
+        once, here = (
+            sum(bool(kind.search(opcode(each))) for each in of.main_loop) for of in (ptx, sass)
+        )
         if once:
-            assert here and here % once == 0, f"{here} {operations} in SASS, {once} in PTX"
+            assert here and here % once == 0, f"{here} of {kind.pattern} in SASS, {once} in PTX"
             return here // once
     raise AssertionError("the loop has neither products on tensor cores nor wide loads")
 

@@ -212,6 +212,7 @@ def test_an_encoding_has_the_bits_of_its_expanded_weights(name, monkeypatch):
         layer, places, plain, where = encoded(family, name)
         assert fallback_reason(layer) is None
         case = inputs(BF16, 2, top_k=1, hidden=sizes(name)[0])
+        case[1][:] = 3  # both tokens: the program for one entry does not round weights
         got = compute(TritonKernel(), layer, places, *case)
         assert got.isfinite().all()
         assert got.any()

@@ -28,7 +28,7 @@ from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.native.library import missing_reason
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.triton import programs
+from greenroom.runtime.kernels.triton import one_token, programs
 from greenroom.runtime.kernels.triton.expand import ENCODINGS
 from greenroom.runtime.kernels.triton.ggml import BLOCK_ENCODINGS
 
@@ -72,6 +72,7 @@ class TritonMatrix:
     numbers: tuple[int, ...]  # code_at, scale_at, other_at, row_n, row_k, scale_n, span_n, span_k
     encoding: str
     units: tuple[int, int]  # elements of codes and of scales in a unit of a slot's offset
+    group: int  # inputs that share a scale, for `project_one`; 0 if it cannot read the matrix
 
     @classmethod
     def of(cls, layer: LayerExperts, weight: WeightSpec) -> TritonMatrix:
@@ -101,7 +102,21 @@ class TritonMatrix:
             ),
             weight.encoding,
             (programs.UNIT // sizes[0], programs.UNIT // sizes[1]),
+            _group(weight),
         )
+
+
+def _group(weight: WeightSpec) -> int:
+    """Return the inputs that share a scale, or 0 if `project_one` cannot read a matrix."""
+    columns, chunk = weight.shape[1], one_token.CHUNKS.get(weight.encoding, 0)
+    if not chunk or columns % chunk:
+        return 0
+    if len(weight.parts) == 1:
+        return chunk
+    group = columns // weight.parts[1].shape[1]
+    # Scales of one byte are read in pairs, and a chunk has at most one scale of another size.
+    pairs = columns % (2 * group) == 0 or weight.parts[1].dtype not in ("uint8", "float8_e4m3fn")
+    return group if pairs and (group % chunk == 0 or weight.encoding in NVFP4) else 0
 
 
 def _anchor(layer: LayerExperts, dtype: str) -> Tensor:
@@ -149,7 +164,7 @@ class TritonStep(base.KernelStep):
     entries that experts compute. Outputs of segments are summed in `sums` [S, H], in float32.
     """
 
-    __slots__ = ("act", "kind", "mid", "order", "out", "plan", "sizes", "sums", "tokens")
+    __slots__ = ("act", "kind", "mid", "one", "order", "out", "plan", "sizes", "sums", "tokens")
     supports_segments = True
 
     def __init__(
@@ -163,7 +178,7 @@ class TritonStep(base.KernelStep):
         super().__init__(layer, x.to(layer.dtype).contiguous(), routing, weights.contiguous())
         self.plan, self.kind = plan, x.dtype
         entries, most = len(routing.rows), int(np.diff(routing.starts).max(initial=0))
-        self.sizes = FEW if most <= FEW[0] else MANY
+        self.sizes, self.one = FEW if most <= FEW[0] else MANY, most == 1
 
         def empty(columns: int) -> Tensor:
             return torch.empty(entries, columns, dtype=layer.dtype, device=plan.device)
@@ -280,15 +295,28 @@ class TritonStep(base.KernelStep):
         The down projection has neither; for a `segment`, its sums are stored in float32.
         """
         up, layer, (m, n, k) = activation is not None, self.layer, self.sizes
-        applied = activation or Activation()
-        programs.project[(triton.cdiv(outputs, n), len(tiles) // 4)](
+        applied, gated = activation or Activation(), activation is not None and layer.has_gate
+        arguments = (
             *(x, tiles, tiles if tokens is None else tokens, matrix.codes, matrix.scales),
-            *(matrix.others, self.plan.no_bias if bias is None else bias, out),
-            *(inputs, outputs, *matrix.numbers),
-            *(float(applied.limit), float(applied.alpha)),
-            ENCODING=matrix.encoding, GATHERED=tokens is not None, GATED=up and layer.has_gate,
+            *(matrix.others, self.plan.no_bias if bias is None else bias, out, inputs, outputs),
+        )
+        constants: dict[str, Any] = dict(
+            ENCODING=matrix.encoding, GATHERED=tokens is not None, GATED=gated,
             INTERLEAVED=up and layer.interleaved, ACTIVATION=applied.code, BIAS=bias is not None,
             CODE_UNITS=matrix.units[0], SCALE_UNITS=matrix.units[1], SEGMENT=segment,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+        numbers, floats = matrix.numbers, (float(applied.limit), float(applied.alpha))
+        if self.one and matrix.group:
+            rows = one_token.ROWS // (2 if gated else 1)
+            one_token.project_one[(triton.cdiv(outputs, rows), len(tiles) // 4)](
+                *(*arguments, *numbers[:4], *numbers[5:7], *floats), **constants,
+                GROUP=matrix.group, CHUNK=one_token.CHUNKS[matrix.encoding],
+                N=rows, C=one_token.WIDTH, num_warps=one_token.WARPS,
+            )  # fmt: skip
+            return
+        programs.project[(triton.cdiv(outputs, n), len(tiles) // 4)](
+            *(*arguments, *numbers, *floats), **constants,
             WIDE=self.plan.wide, M=m, N=n, K=k, num_stages=STAGES,
         )  # fmt: skip
 

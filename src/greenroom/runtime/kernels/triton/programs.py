@@ -16,7 +16,6 @@ import triton.language as tl
 from greenroom.runtime.kernels import activation
 from greenroom.runtime.kernels.triton.expand import expand
 
-LAUNCHED = ("project", "combine")  # the programs that a step launches
 UNIT = 64  # bytes
 OTHER_UNITS = tl.constexpr(UNIT // 4)  # float32 numbers in a unit
 
@@ -68,6 +67,31 @@ def _activate(g, u, limit, alpha, KIND: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def finish(
+    g, u, bias, out, row, n, gate_n, up_n, rows_mask, expert, outputs, limit, alpha,
+    KIND: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """Round the sums of gate and up projection [M, N], activate and store them, in Triton."""
+    width = outputs * 2 if GATED else outputs
+    mask = rows_mask & (n < outputs)[None, :]
+    bias += expert * width
+    if SEGMENT == 0:
+        u = _sum(u, bias, up_n, n < outputs, KIND, BIAS)
+    if GATED:
+        g = _sum(g, bias, gate_n, n < outputs, KIND, BIAS)
+    if SEGMENT > 0:
+        tl.store(out + row[:, None] * outputs + n[None, :], u, mask=mask)
+    elif ACTIVATION == _RAW:
+        if GATED:
+            tl.store(out + row[:, None] * width + gate_n[None, :], g.to(KIND), mask=mask)
+        tl.store(out + row[:, None] * width + up_n[None, :], u.to(KIND), mask=mask)
+    else:
+        h = _activate(g, u, limit, alpha, KIND, ACTIVATION)
+        tl.store(out + row[:, None] * outputs + n[None, :], h.to(KIND), mask=mask)
+
+
+@triton.jit
 def project(
     x, tiles, tokens, codes, scales, others, bias, out,
     inputs, outputs, code_at, scale_at, other_at, row_n, row_k, scale_n, span_n, span_k,
@@ -94,7 +118,6 @@ def project(
     m, n = tl.arange(0, M), block * N + tl.arange(0, N)
     rows_mask, row = (m < count)[:, None], first + m
     source = tl.load(tokens + row, mask=m < count, other=0) if GATHERED else row
-    width = outputs * 2 if GATED else outputs
     gate_n = n * 2 if INTERLEAVED else n
     up_n = (n * 2 + 1 if INTERLEAVED else n + outputs) if GATED else n
     g, u = tl.zeros((M, N), tl.float32), tl.zeros((M, N), tl.float32)
@@ -113,20 +136,8 @@ def project(
         w = expand(codes, scales, others, up_n[None, :], k[:, None], inside, row_n, row_k,
                    scale_n, span_n, span_k, KIND, ENCODING)  # fmt: skip
         u = _dot(a, w, u, WIDE)
-    bias += expert * width
-    if SEGMENT == 0:
-        u = _sum(u, bias, up_n, n < outputs, KIND, BIAS)
-    if GATED:
-        g = _sum(g, bias, gate_n, n < outputs, KIND, BIAS)
-    if SEGMENT > 0:
-        tl.store(out + row[:, None] * outputs + n[None, :], u, mask=mask)
-    elif ACTIVATION == _RAW:
-        if GATED:
-            tl.store(out + row[:, None] * width + gate_n[None, :], g.to(KIND), mask=mask)
-        tl.store(out + row[:, None] * width + up_n[None, :], u.to(KIND), mask=mask)
-    else:
-        h = _activate(g, u, limit, alpha, KIND, ACTIVATION)
-        tl.store(out + row[:, None] * outputs + n[None, :], h.to(KIND), mask=mask)
+    finish(g, u, bias, out, row, n, gate_n, up_n, rows_mask, expert, outputs, limit, alpha,
+           KIND, GATED, ACTIVATION, BIAS, SEGMENT)  # fmt: skip
 
 
 @triton.jit
