@@ -34,16 +34,19 @@ TENSOR_CORES = ("HMMA", "HGMMA", "UTCHMMA")
 class Findings:
     """What the machine code of a function holds.
 
+    threads: of a program
     spills: loads and stores of spilled registers in loops
     byte_loads: loads of a byte in loops
     wide_bytes: bytes that a lane loads by 128 bits in a turn of the main loop
-    code_bytes: bytes of codes that a lane needs in a turn of the main loop
+    code_bytes: bytes of codes that a lane needs in a turn of the main loop; only for one token
+    asynchronous: asynchronous copies to shared memory in loops
     tensor_cores: the operations on tensor cores in loops
     lane_instructions: instructions of a lane for each weight; only for one token
     """
 
     registers: int
     shared: int
+    threads: int
     spills: int
     byte_loads: int
     wide_bytes: int
@@ -104,6 +107,7 @@ def find(launch: Launch, compiled: Any) -> Findings:
     return Findings(
         registers=int(found[1]),
         shared=int(compiled.metadata.shared),
+        threads=int(compiled.metadata.num_warps) * LANES,
         spills=listing.count(sass.in_loops, "LDL", "STL"),
         byte_loads=listing.loaded_bytes(sass.in_loops, "LDG", "LDS")[1],
         wide_bytes=sum(n for width, n in loads.items() if width >= 16),

@@ -39,6 +39,8 @@ SCALED = {
     "ct_nvfp4": ("uint8", 16, "float8_e4m3fn"),
 }
 FP8_BLOCK = 128
+# Encodings that are compiled for two architectures, in the shapes of one model, to save time.
+RARE = {*("q2_k", "q3_k", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs", "q5_k", "q6_k", "ct_nvfp4")}
 # Bytes of a block's codes, where a block has scales too.
 CODE_BYTES = {
     **{"q8_0": 32, "q4_0": 16, "q4_1": 16, "q5_0": 20, "q5_1": 20, "iq4_nl": 16, "gguf_mxfp4": 16},
@@ -178,13 +180,16 @@ def launches_of(model: str, encoding: str) -> list[Launch]:
     return made
 
 
-@cache
-def all_launches() -> tuple[Launch, ...]:
-    """Every launch of every model and encoding, as often as it is made."""
+def launches(encoding: str) -> list[Launch]:
+    """The launches of an encoding's layers: of all models, or of the first that its blocks fit."""
     shapes, _ = report()
-    return tuple(
-        launch
-        for encoding in sorted(ENCODINGS)
-        for model in shapes.KERNELS
-        for launch in launches_of(model, encoding)
-    )
+    made = list[Launch]()
+    for model in shapes.KERNELS:
+        if not made or encoding not in RARE:
+            made += launches_of(model, encoding)
+    return made
+
+
+def architectures(encoding: str) -> tuple[int, ...]:
+    """The compute capabilities, times ten, for which an encoding's launches are compiled."""
+    return (80, 90) if encoding in RARE else (80, 89, 90, 100, 120)

@@ -335,6 +335,7 @@ class TritonStep(base.KernelStep):
                 ROUND_PRODUCT=self.kind in (product, total),
                 ROUND_SUM=total == self.kind,
                 N=SUMMED,
+                enable_fp_fusion=False,
             )
         return result
 
