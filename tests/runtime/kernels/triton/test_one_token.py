@@ -15,7 +15,7 @@ from greenroom.runtime.encodings import decode
 from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.triton import TritonKernel, one_token, programs
+from greenroom.runtime.kernels.triton import TritonKernel, chunks, one_token, programs
 from greenroom.runtime.kernels.triton.kernel import TritonMatrix, plan_of
 from tests.runtime.kernels.codes import STYLES, Coded, Style
 from tests.runtime.kernels.toys import EXPERTS, compute, experts, inputs
@@ -26,14 +26,14 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled"),
 ]
 BF16, FP16 = torch.bfloat16, torch.float16
-COVERED = [style for style in STYLES if style.name in one_token.CHUNKS]
+COVERED = [style for style in STYLES if style.name in chunks.CHUNKS]
 WIDE = one_token.WIDTH + 1  # chunks: one more than are loaded at a time
 
 
 def unit(style: Style) -> int:
     """Inputs of the smallest matrix that the program reads."""
     pair = 2 if style.name == "mxfp4" else 1  # bytes of scales are loaded in pairs
-    return max(BLOCKS[style.name][0], style.share[1], one_token.CHUNKS[style.name]) * pair
+    return max(BLOCKS[style.name][0], style.share[1], chunks.CHUNKS[style.name]) * pair
 
 
 def layer_of(style: Style, blocks: int, dtype: torch.dtype = BF16, family: str = "qwen3_moe") -> Any:
@@ -60,7 +60,7 @@ def sums(layer: LayerExperts, slot: int, weight: WeightSpec, x: torch.Tensor) ->
 @pytest.mark.parametrize("style", COVERED, ids=str)
 def test_sums_are_those_of_the_values_in_float32(style, blocks):
     if blocks == "wide":
-        blocks = -(-WIDE * one_token.CHUNKS[style.name] // unit(style))
+        blocks = -(-WIDE * chunks.CHUNKS[style.name] // unit(style))
     for dtype in (BF16, FP16) if blocks == 1 else (BF16,):
         coded = layer_of(style, blocks, dtype)
         layer, slot = coded.layer, coded.places[1]

@@ -28,7 +28,7 @@ from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.native.library import missing_reason
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.triton import one_token, programs
+from greenroom.runtime.kernels.triton import chunks, one_token, programs
 from greenroom.runtime.kernels.triton.expand import ENCODINGS
 from greenroom.runtime.kernels.triton.ggml import BLOCK_ENCODINGS
 
@@ -108,7 +108,7 @@ class TritonMatrix:
 
 def _group(weight: WeightSpec) -> int:
     """Return the inputs that share a scale, or 0 if `project_one` cannot read a matrix."""
-    columns, chunk = weight.shape[1], one_token.CHUNKS.get(weight.encoding, 0)
+    columns, chunk = weight.shape[1], chunks.CHUNKS.get(weight.encoding, 0)
     if not chunk or columns % chunk:
         return 0
     if len(weight.parts) == 1:
@@ -308,15 +308,16 @@ class TritonStep(base.KernelStep):
         )  # fmt: skip
         numbers, floats = matrix.numbers, (float(applied.limit), float(applied.alpha))
         if self.one and matrix.group:
-            rows = one_token.ROWS // (2 if gated else 1)
+            rows = one_token.ROWS_OF.get(matrix.encoding, one_token.ROWS) // (2 if gated else 1)
             one_token.project_one[(triton.cdiv(outputs, rows), len(tiles) // 4)](
                 *(*arguments, *numbers[:4], *numbers[5:7], *floats), **constants,
-                GROUP=matrix.group, CHUNK=one_token.CHUNKS[matrix.encoding],
+                GROUP=matrix.group, CHUNK=chunks.CHUNKS[matrix.encoding],
                 N=rows, C=one_token.WIDTH, num_warps=one_token.WARPS,
             )  # fmt: skip
             return
         programs.project[(triton.cdiv(outputs, n), len(tiles) // 4)](
             *(*arguments, *numbers, *floats), **constants,
+            GROUP=matrix.group, CHUNK=chunks.CHUNKS.get(matrix.encoding, 0),
             WIDE=self.plan.wide, M=m, N=n, K=k, num_stages=STAGES,
         )  # fmt: skip
 

@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 
 from greenroom.runtime.kernels import activation
+from greenroom.runtime.kernels.triton.chunks import exponent
 from greenroom.runtime.kernels.triton.expand import expand
+from greenroom.runtime.kernels.triton.tile import decode_tile
 
 UNIT = 64  # bytes
 OTHER_UNITS = tl.constexpr(UNIT // 4)  # float32 numbers in a unit
@@ -99,7 +101,7 @@ def project(
     ENCODING: tl.constexpr, GATHERED: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
     CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr, SEGMENT: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile's rows with its expert's matrix, and apply the activation, in Triton.
 
@@ -107,6 +109,9 @@ def project(
     [entries, outputs]. With ACTIVATION = RAW there is no activation, and if GATED the result is
     [entries, 2 * outputs] in the module's layout. The down projection of a SEGMENT of channels
     leaves a sum in float32, without bias: 1 begins it, 2 continues the one in `out`.
+
+    GROUP: inputs that share a scale; 0: codes are read one by one
+    CHUNK: weights in 16 bytes of codes, where codes are read so
     """
     KIND: tl.constexpr = x.dtype.element_ty
     tile, block = tl.program_id(1), tl.program_id(0)
@@ -124,17 +129,27 @@ def project(
     mask = rows_mask & (n < outputs)[None, :]
     if SEGMENT == 2:
         u = tl.load(out + row[:, None] * outputs + n[None, :], mask=mask, other=0.0)
+    flip, last_row = exponent(ENCODING), (outputs * 2 if GATED else outputs) - 1
     for k0 in range(0, inputs, K):
         k = k0 + tl.arange(0, K)
         inside = (k < inputs)[:, None] & (n < outputs)[None, :]
         place = x + source[:, None] * inputs + k[None, :]
         a = tl.load(place, mask=rows_mask & (k < inputs)[None, :], other=0.0)
-        if GATED:
-            w = expand(codes, scales, others, gate_n[None, :], k[:, None], inside, row_n, row_k,
+        if GROUP > 0:  # the last chunk takes the place of others, whose inputs are 0
+            chunk = tl.minimum(k0 // CHUNK + tl.arange(0, K // CHUNK), inputs // CHUNK - 1)
+            if GATED:
+                w = decode_tile(codes, scales, others, tl.minimum(gate_n, last_row), chunk, row_n,
+                                scale_n, span_n, flip, KIND, ENCODING, GROUP, CHUNK)  # fmt: skip
+                g = _dot(a, w, g, WIDE)
+            w = decode_tile(codes, scales, others, tl.minimum(up_n, last_row), chunk, row_n,
+                            scale_n, span_n, flip, KIND, ENCODING, GROUP, CHUNK)  # fmt: skip
+        else:
+            if GATED:
+                w = expand(codes, scales, others, gate_n[None, :], k[:, None], inside, row_n,
+                           row_k, scale_n, span_n, span_k, KIND, ENCODING)  # fmt: skip
+                g = _dot(a, w, g, WIDE)
+            w = expand(codes, scales, others, up_n[None, :], k[:, None], inside, row_n, row_k,
                        scale_n, span_n, span_k, KIND, ENCODING)  # fmt: skip
-            g = _dot(a, w, g, WIDE)
-        w = expand(codes, scales, others, up_n[None, :], k[:, None], inside, row_n, row_k,
-                   scale_n, span_n, span_k, KIND, ENCODING)  # fmt: skip
         u = _dot(a, w, u, WIDE)
     finish(g, u, bias, out, row, n, gate_n, up_n, rows_mask, expert, outputs, limit, alpha,
            KIND, GATED, ACTIVATION, BIAS, SEGMENT)  # fmt: skip
