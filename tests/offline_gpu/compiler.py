@@ -114,7 +114,9 @@ def find(launch: Launch, compiled: Any) -> Findings:
         code_bytes=round(each_turn * launch.bits / 8),
         asynchronous=listing.count(sass.in_loops, "LDGSTS", "UTMALDG", "UBLKCP"),
         tensor_cores=tuple(
-            sorted({op for each in sass.in_loops if (op := listing.operation(each)) in TENSOR_CORES})
+            sorted(
+                {op for each in sass.in_loops if (op := listing.operation(each)) in TENSOR_CORES}
+            )
         ),
         lane_instructions=listing.lane_instructions(sass.main_loop, each_turn) if one else 0.0,
     )

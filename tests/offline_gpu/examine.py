@@ -21,7 +21,7 @@ def findings(encoding: str) -> Iterator[tuple[int, Launch, Findings]]:
     """Compile each different launch of an encoding, for each architecture."""
     for architecture in architectures(encoding):
         seen = set[str]()
-        for launch in launches(encoding):
+        for launch in launches(encoding, architecture):
             key = specialize(launch, architecture)[0]
             if key not in seen:
                 seen.add(key)

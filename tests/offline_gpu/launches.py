@@ -22,13 +22,13 @@ from torch import Tensor
 from greenroom.core.layout import BLOCKS, PLAIN, SlotLayout, TensorSpec
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.triton import TritonKernel, kernel, one_token, programs
-from greenroom.runtime.kernels.triton.expand import ENCODINGS
+from greenroom.runtime.kernels.triton import TritonKernel, kernel, one_token, plan, programs
 from tests.ggml_blocks import GGML
 
 REPORT = Path(__file__).parents[2] / "benchmarks" / "gpu_report"
 LAUNCHED = ((programs, "project"), (programs, "combine"), (one_token, "project_one"))
-TOKENS = (1, 16, 512)  # one token; a tile of few rows; a prompt
+# Tokens of which all choose the same experts: one; a tile of few rows; a prompt.
+TOKENS = (1, 16, 512)
 # Of the encodings with a scale in a tensor of its own: type of codes, their bytes, inputs to a
 # scale, type of scales.
 SCALED = {
@@ -43,8 +43,19 @@ FP8_BLOCK = 128
 RARE = {*("q2_k", "q3_k", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs", "q5_k", "q6_k", "ct_nvfp4")}
 # Bytes of a block's codes, where a block has scales too.
 CODE_BYTES = {
-    **{"q8_0": 32, "q4_0": 16, "q4_1": 16, "q5_0": 20, "q5_1": 20, "iq4_nl": 16, "gguf_mxfp4": 16},
-    **{"q2_k": 64, "q3_k": 96, "q4_k": 128, "q5_k": 160, "q6_k": 192, "iq4_xs": 128},
+    "q8_0": 32,
+    "q4_0": 16,
+    "q4_1": 16,
+    "q5_0": 20,
+    "q5_1": 20,
+    "iq4_nl": 16,
+    "gguf_mxfp4": 16,
+    "q2_k": 64,
+    "q3_k": 96,
+    "q4_k": 128,
+    "q5_k": 160,
+    "q6_k": 192,
+    "iq4_xs": 128,
 }
 
 
@@ -138,22 +149,23 @@ class Recorder:
 
 
 @contextmanager
-def recording(record: Callable[..., None]) -> Iterator[None]:
+def recording(record: Callable[..., None], architecture: int) -> Iterator[None]:
     """Record the launches of the kernel's programs, and upload nothing."""
     before = [(module, name, getattr(module, name)) for module, name in LAUNCHED]
-    upload = kernel.upload
+    upload, capability = kernel.upload, plan.capability
     for module, name, function in before:
         setattr(module, name, Recorder(function, record))
     kernel.upload = lambda numbers, device: torch.from_numpy(numbers).to("meta")
+    plan.capability = lambda device: architecture // 10
     try:
         yield
     finally:
-        kernel.upload = upload
+        kernel.upload, plan.capability = upload, capability
         for module, name, function in before:
             setattr(module, name, function)
 
 
-def launches_of(model: str, encoding: str) -> list[Launch]:
+def launches_of(model: str, encoding: str, architecture: int) -> list[Launch]:
     """The launches of a layer of a model, for all numbers of tokens."""
     shapes, layers = report()
     shape = shapes.KERNELS[model]
@@ -166,13 +178,13 @@ def launches_of(model: str, encoding: str) -> list[Launch]:
         size = {1: "one", 16: "few"}.get(tokens, "many")
         roles = iter((f"{size} up", f"{size} down", "sum"))
 
-        def record(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        def record(function: Any, args: Any, options: Any, roles: Iterator[str] = roles) -> None:
             made.append(Launch(next(roles), encoding, function, args, options, [model]))
 
         x = torch.empty(tokens, shape.hidden, dtype=torch.bfloat16, device="meta")
         chosen = np.tile(np.arange(shape.top_k), (tokens, 1))
         weights = torch.empty(tokens, shape.top_k, dtype=torch.bfloat16, device="meta")
-        with recording(record):
+        with recording(record, architecture):
             step = TritonKernel().begin(layer, x, Routing.of(chosen, shape.experts), weights)
             step.compute_group(range(shape.top_k), [0] * shape.top_k)
             step.total()
@@ -180,13 +192,13 @@ def launches_of(model: str, encoding: str) -> list[Launch]:
     return made
 
 
-def launches(encoding: str) -> list[Launch]:
+def launches(encoding: str, architecture: int) -> list[Launch]:
     """The launches of an encoding's layers: of all models, or of the first that its blocks fit."""
     shapes, _ = report()
     made = list[Launch]()
     for model in shapes.KERNELS:
         if not made or encoding not in RARE:
-            made += launches_of(model, encoding)
+            made += launches_of(model, encoding, architecture)
     return made
 
 

@@ -25,7 +25,9 @@ LANE_INSTRUCTIONS_OF_OTHERS = 8.0  # encodings of less than 8 bits
 PROGRAMS = 2  # of one token, on a multiprocessor
 
 
-def measures(launch: Launch, found: Findings, architecture: int) -> Iterator[tuple[str, float, float]]:
+def measures(
+    launch: Launch, found: Findings, architecture: int
+) -> Iterator[tuple[str, float, float]]:
     """Yield what is held against a limit: its name, what was found, and the most there may be."""
     role = launch.label.split()[0]
     program, multiprocessor = SHARED[architecture]

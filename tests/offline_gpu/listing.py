@@ -98,7 +98,8 @@ def turns(sass: Listing, ptx: Listing) -> int:
             sum(bool(kind.search(opcode(each))) for each in of.main_loop) for of in (ptx, sass)
         )
         if once:
-            assert here and here % once == 0, f"{here} of {kind.pattern} in SASS, {once} in PTX"
+            assert here > 0, f"{kind.pattern} is in PTX alone"
+            assert here % once == 0, f"{here} of {kind.pattern} in SASS, {once} in PTX"
             return here // once
     raise AssertionError("the loop has neither products on tensor cores nor wide loads")
 

@@ -206,7 +206,7 @@ def encoded(family: str, name: str) -> tuple[LayerExperts, list[int], LayerExper
 
 @pytest.mark.parametrize("name", ENCODED)
 def test_an_encoding_has_the_bits_of_its_expanded_weights(name, monkeypatch):
-    tile = 16, sizes(name)[0], 64  # entries, outputs and inputs of a program
+    tile = 16, sizes(name)[0], 64, 4  # entries, outputs and inputs of a program, and its warps
     monkeypatch.setattr("greenroom.runtime.kernels.triton.kernel.FEW", tile)
     for family in ("qwen3_moe", "gpt_oss") if name == "mxfp4" else ("qwen3_moe",):
         layer, places, plain, where = encoded(family, name)

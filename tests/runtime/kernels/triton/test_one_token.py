@@ -16,7 +16,7 @@ from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.triton import TritonKernel, chunks, one_token, programs
-from greenroom.runtime.kernels.triton.kernel import TritonMatrix, plan_of
+from greenroom.runtime.kernels.triton.plan import TritonMatrix, plan_of
 from tests.runtime.kernels.codes import STYLES, Coded, Style
 from tests.runtime.kernels.toys import EXPERTS, compute, experts, inputs
 from tests.runtime.kernels.triton.test_kernel import distance
@@ -36,7 +36,9 @@ def unit(style: Style) -> int:
     return max(BLOCKS[style.name][0], style.share[1], chunks.CHUNKS[style.name]) * pair
 
 
-def layer_of(style: Style, blocks: int, dtype: torch.dtype = BF16, family: str = "qwen3_moe") -> Any:
+def layer_of(
+    style: Style, blocks: int, dtype: torch.dtype = BF16, family: str = "qwen3_moe"
+) -> Any:
     size = unit(style) * blocks
     return Coded(experts(family, dtype, hidden=size, inner=size), style, style)
 

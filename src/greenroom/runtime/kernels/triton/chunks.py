@@ -1,4 +1,6 @@
-"""Triton functions that read codes 16 bytes at a time (a *chunk*), and make float32 of them.
+"""Triton functions that read codes 16 bytes at a time, and make float32 of them.
+
+16 bytes of a row's codes are a *chunk*.
 
 A code becomes a float32 without a conversion. An integer code is shifted to the top of a mantissa,
 below a constant exponent, whose value is then subtracted. A small float is shifted so that its
@@ -51,25 +53,21 @@ def half(bits):
 
 
 @triton.jit
-def _moved(words, BIT: tl.constexpr, TO: tl.constexpr):
-    if BIT > TO:
-        moved = words >> (BIT - TO)
-    else:
-        moved = words << (TO - BIT)
-    return moved
+def _moved(packed, BIT: tl.constexpr, TO: tl.constexpr):
+    return packed >> (BIT - TO) if BIT > TO else packed << (TO - BIT)
 
 
 @triton.jit
-def integer(words, flip, BIT: tl.constexpr, MASK: tl.constexpr):
+def integer(packed, flip, BIT: tl.constexpr, MASK: tl.constexpr):
     """Take the codes whose highest bit is BIT of the words, as float32.
 
     The result has 16 more than a code of 4 bits, 384 more than int8.
     """
-    return ((_moved(words, BIT, 22) & MASK) ^ flip).to(tl.float32, bitcast=True)
+    return ((_moved(packed, BIT, 22) & MASK) ^ flip).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def k_code(words, fifth, flip, BIT: tl.constexpr, ENCODING: tl.constexpr):
+def k_code(packed, fifth, flip, BIT: tl.constexpr, ENCODING: tl.constexpr):
     """Take codes of q4_k or q5_k: BIT of the words is the highest of four bits.
 
     The fifth bit is the lowest of the same byte in `fifth`. The result has 16 more than a code of
@@ -77,24 +75,26 @@ def k_code(words, fifth, flip, BIT: tl.constexpr, ENCODING: tl.constexpr):
     """
     if ENCODING == "q5_k":
         high = _moved(fifth, BIT // 8 * 8, 22) & FIFTH
-        code = (((_moved(words, BIT, 21) & FOUR_OF_5) | high) ^ flip).to(tl.float32, bitcast=True)
+        code = (((_moved(packed, BIT, 21) & FOUR_OF_5) | high) ^ flip).to(tl.float32, bitcast=True)
     else:
-        code = integer(words, flip, BIT, FOUR)
+        code = integer(packed, flip, BIT, FOUR)
     return code
 
 
 @triton.jit
-def small_float(words, BIT: tl.constexpr, MASK: tl.constexpr):
-    """Take the float codes whose sign is BIT of the words, as float32 times a power of two.
+def small_float(packed, BIT: tl.constexpr, MASK: tl.constexpr):
+    """Take the float codes whose sign is BIT of the words, as scaled float32.
+
+    Their values are divided by a power of two, the square of E2M1_HALF or E4M3_HALF.
 
     The codes of e4m3 that are no numbers are taken as 480.
     """
-    top = words << (31 - BIT)
+    top = packed << (31 - BIT)
     return ((top >> (6 if MASK == E2M1 else 4)) & MASK).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def load_words(codes, k):
+def load_packed(codes, k):
     """Load chunks k [C] of rows, to which `codes` [N, 1, 1] point: [N, C, 4]."""
     return tl.load(codes + (k[:, None] * 4 + tl.arange(0, 4)[None, :])[None])
 
@@ -124,7 +124,9 @@ def load_two_scales(scales, row, k):
 
 @triton.jit
 def load_k_block(codes, k, ENCODING: tl.constexpr):
-    """Load chunks k [C] of q4_k or q5_k, of rows to which `codes` [N, 1, 1] point.
+    """Load chunks k [C] of rows of q4_k or q5_k.
+
+    `codes` [N, 1, 1] point to the rows.
 
     A block has both scales as float16, 12 bytes of the scales and minima of 8 groups, in q5_k 32
     bytes of fifth bits, and 128 bytes of codes. A chunk has 16 codes of a group of 32 weights in
@@ -132,12 +134,12 @@ def load_k_block(codes, k, ENCODING: tl.constexpr):
     [N, C, 4], the fifth bits of the low and of the high codes in the lowest bits of bytes, and
     the low and high groups' scales and minima [N, C].
     """
-    WORDS: tl.constexpr = 44 if ENCODING == "q5_k" else 36
-    pair, first = k % 8 // 2, tl.max_contiguous(k // 8 * WORDS, 1)
-    words = load_words(codes + (first + WORDS - 32)[None, :, None], k % 8)
-    low_fifth, high_fifth = words, words
+    BLOCK_WORDS: tl.constexpr = 44 if ENCODING == "q5_k" else 36
+    pair, first = k % 8 // 2, tl.max_contiguous(k // 8 * BLOCK_WORDS, 1)
+    packed = load_packed(codes + (first + BLOCK_WORDS - 32)[None, :, None], k % 8)
+    low_fifth, high_fifth = packed, packed
     if ENCODING == "q5_k":
-        fifth = load_words(codes + (first + 4)[None, :, None], k % 2)
+        fifth = load_packed(codes + (first + 4)[None, :, None], k % 2)
         low_fifth = fifth >> (pair * 2)[None, :, None]
         high_fifth = fifth >> (pair * 2 + 1)[None, :, None]
     head = tl.max_contiguous(tl.reshape(codes, (codes.shape[0], 1)) + first[None, :], (1, 1))
@@ -150,4 +152,4 @@ def load_k_block(codes, k, ENCODING: tl.constexpr):
     s, m = half(both), half(both >> 16)
     low, high = s * (scale & 63).to(tl.float32), s * (scale >> 8).to(tl.float32)
     low_least, high_least = m * (least & 63).to(tl.float32), m * (least >> 8).to(tl.float32)
-    return words, low_fifth, high_fifth, low, high, low_least, high_least
+    return packed, low_fifth, high_fifth, low, high, low_least, high_least

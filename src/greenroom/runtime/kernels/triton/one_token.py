@@ -1,4 +1,4 @@
-"""The Triton program for steps in which every expert has one entry, such as those of one token.
+"""The Triton program for experts that have one entry each, as of one token.
 
 It multiplies without tensor cores, which would have 15 of 16 rows empty. A lane loads a chunk of a
 row's codes at a time, and multiplies the codes with inputs as they come out of the bytes. A scale
@@ -25,7 +25,7 @@ from greenroom.runtime.kernels.triton.chunks import (
     load_k_block,
     load_scales,
     load_two_scales,
-    load_words,
+    load_packed,
     small_float,
 )
 from greenroom.runtime.kernels.triton.programs import OTHER_UNITS, finish
@@ -41,7 +41,7 @@ def _four_inputs(x, inside, KIND: tl.constexpr, FACTOR: tl.constexpr):
     """Load four neighbouring inputs for each pointer to 64 bits, times a factor: 4 [1, C, 4]."""
     four = tl.load(x, mask=inside, other=0)
     low, high = four.to(tl.int32), (four >> 32).to(tl.int32)
-    if KIND == tl.bfloat16:
+    if tl.bfloat16 == KIND:
         a = (low << 16).to(tl.float32, bitcast=True)
         b = (low & -65536).to(tl.float32, bitcast=True)
         c = (high << 16).to(tl.float32, bitcast=True)
@@ -78,38 +78,38 @@ def _inputs(x, k, inside, KIND: tl.constexpr, ENCODING: tl.constexpr):
 
 
 @triton.jit
-def _in_order(words, flip, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr):
+def _in_order(packed, flip, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr):
     """Sum the codes of words [N, C, 4], in order, times inputs, but the power of two of floats."""
     if ENCODING == "int4":  # of a code, 8 is part of the format
         p = ((a + b) + (c + d) + ((e + f) + (g + h))) * -24.0
-        p += integer(words, flip, 3, FOUR) * a
-        p += integer(words, flip, 7, FOUR) * b
-        p += integer(words, flip, 11, FOUR) * c
-        p += integer(words, flip, 15, FOUR) * d
-        p += integer(words, flip, 19, FOUR) * e
-        p += integer(words, flip, 23, FOUR) * f
-        p += integer(words, flip, 27, FOUR) * g
-        p += integer(words, flip, 31, FOUR) * h
+        p += integer(packed, flip, 3, FOUR) * a
+        p += integer(packed, flip, 7, FOUR) * b
+        p += integer(packed, flip, 11, FOUR) * c
+        p += integer(packed, flip, 15, FOUR) * d
+        p += integer(packed, flip, 19, FOUR) * e
+        p += integer(packed, flip, 23, FOUR) * f
+        p += integer(packed, flip, 27, FOUR) * g
+        p += integer(packed, flip, 31, FOUR) * h
     elif ENCODING == "int8":
         p = ((a + b) + (c + d)) * -384.0
-        p += integer(words, flip, 7, EIGHT) * a
-        p += integer(words, flip, 15, EIGHT) * b
-        p += integer(words, flip, 23, EIGHT) * c
-        p += integer(words, flip, 31, EIGHT) * d
+        p += integer(packed, flip, 7, EIGHT) * a
+        p += integer(packed, flip, 15, EIGHT) * b
+        p += integer(packed, flip, 23, EIGHT) * c
+        p += integer(packed, flip, 31, EIGHT) * d
     elif ENCODING == "fp8":
-        p = small_float(words, 7, E4M3) * a
-        p += small_float(words, 15, E4M3) * b
-        p += small_float(words, 23, E4M3) * c
-        p += small_float(words, 31, E4M3) * d
+        p = small_float(packed, 7, E4M3) * a
+        p += small_float(packed, 15, E4M3) * b
+        p += small_float(packed, 23, E4M3) * c
+        p += small_float(packed, 31, E4M3) * d
     else:
-        p = small_float(words, 3, E2M1) * a
-        p += small_float(words, 7, E2M1) * b
-        p += small_float(words, 11, E2M1) * c
-        p += small_float(words, 15, E2M1) * d
-        p += small_float(words, 19, E2M1) * e
-        p += small_float(words, 23, E2M1) * f
-        p += small_float(words, 27, E2M1) * g
-        p += small_float(words, 31, E2M1) * h
+        p = small_float(packed, 3, E2M1) * a
+        p += small_float(packed, 7, E2M1) * b
+        p += small_float(packed, 11, E2M1) * c
+        p += small_float(packed, 15, E2M1) * d
+        p += small_float(packed, 19, E2M1) * e
+        p += small_float(packed, 23, E2M1) * f
+        p += small_float(packed, 27, E2M1) * g
+        p += small_float(packed, 31, E2M1) * h
     return p
 
 
@@ -117,16 +117,16 @@ def _in_order(words, flip, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr):
 def _in_k_blocks(codes, k, flip, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr):
     """Multiply chunks of q4_k or q5_k with their inputs: [N, C]."""
     MORE: tl.constexpr = 32.0 if ENCODING == "q5_k" else 16.0
-    words, l5, h5, low, high, low_least, high_least = load_k_block(codes, k, ENCODING)
+    packed, l5, h5, low, high, low_least, high_least = load_k_block(codes, k, ENCODING)
     low_least, high_least = -low_least - MORE * low, -high_least - MORE * high
-    q = k_code(words, l5, flip, 3, ENCODING) * a
-    q += k_code(words, l5, flip, 11, ENCODING) * b
-    q += k_code(words, l5, flip, 19, ENCODING) * c
-    q += k_code(words, l5, flip, 27, ENCODING) * d
-    r = k_code(words, h5, flip, 7, ENCODING) * e
-    r += k_code(words, h5, flip, 15, ENCODING) * f
-    r += k_code(words, h5, flip, 23, ENCODING) * g
-    r += k_code(words, h5, flip, 31, ENCODING) * h
+    q = k_code(packed, l5, flip, 3, ENCODING) * a
+    q += k_code(packed, l5, flip, 11, ENCODING) * b
+    q += k_code(packed, l5, flip, 19, ENCODING) * c
+    q += k_code(packed, l5, flip, 27, ENCODING) * d
+    r = k_code(packed, h5, flip, 7, ENCODING) * e
+    r += k_code(packed, h5, flip, 15, ENCODING) * f
+    r += k_code(packed, h5, flip, 23, ENCODING) * g
+    r += k_code(packed, h5, flip, 31, ENCODING) * h
     p = ((a + b) + (c + d)) * low_least[:, :, None] + ((e + f) + (g + h)) * high_least[:, :, None]
     p += q * low[:, :, None]
     p += r * high[:, :, None]
@@ -142,7 +142,7 @@ def _chunks(
     if ENCODING == "q4_k" or ENCODING == "q5_k":
         p = _in_k_blocks(codes, k, flip, a, b, c, d, e, f, g, h, ENCODING)
     else:
-        p = _in_order(load_words(codes, k), flip, a, b, c, d, e, f, g, h, ENCODING)
+        p = _in_order(load_packed(codes, k), flip, a, b, c, d, e, f, g, h, ENCODING)
         if ENCODING == "nvfp4" or ENCODING == "ct_nvfp4":
             low, high = tl.split(tl.sum(tl.reshape(p, (p.shape[0], p.shape[1], 2, 2)), axis=3))
             first, second = load_two_scales(scales, row, k)

@@ -1,4 +1,4 @@
-"""The Triton function that decodes a tile of a matrix for a product on tensor cores.
+"""The Triton function that decodes a tile of a matrix for tensor cores.
 
 A tile has the bits that `expand` gives, which reads codes one by one; this one reads chunks.
 """
@@ -20,7 +20,7 @@ from greenroom.runtime.kernels.triton.chunks import (
     load_k_block,
     load_scales,
     load_two_scales,
-    load_words,
+    load_packed,
     small_float,
 )
 
@@ -33,47 +33,47 @@ def _joined(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def _four(words, scale, flip, BIT: tl.constexpr, KIND: tl.constexpr, ENCODING: tl.constexpr):
+def _four(packed, scale, flip, BIT: tl.constexpr, KIND: tl.constexpr, ENCODING: tl.constexpr):
     """Decode the codes of 4 bits whose highest bit is BIT of the words."""
     if ENCODING == "int4":
-        code = integer(words, flip, BIT, FOUR) - 24.0
+        code = integer(packed, flip, BIT, FOUR) - 24.0
     else:
-        code = small_float(words, BIT, E2M1) * E2M1_HALF * E2M1_HALF
+        code = small_float(packed, BIT, E2M1) * E2M1_HALF * E2M1_HALF
     return (code * scale).to(KIND)
 
 
 @triton.jit
-def _eight(words, scale, flip, BIT: tl.constexpr, KIND: tl.constexpr, ENCODING: tl.constexpr):
+def _eight(packed, scale, flip, BIT: tl.constexpr, KIND: tl.constexpr, ENCODING: tl.constexpr):
     """Decode the codes of 8 bits whose highest bit is BIT of the words."""
     if ENCODING == "int8":
-        code = integer(words, flip, BIT, EIGHT) - 384.0
+        code = integer(packed, flip, BIT, EIGHT) - 384.0
     else:
-        code = small_float(words, BIT, E4M3) * E4M3_HALF * E4M3_HALF
+        code = small_float(packed, BIT, E4M3) * E4M3_HALF * E4M3_HALF
     return (code * scale).to(KIND)
 
 
 @triton.jit
-def _k(words, fifth, scale, least, flip, BIT: tl.constexpr, KIND: tl.constexpr,
+def _k(packed, fifth, scale, least, flip, BIT: tl.constexpr, KIND: tl.constexpr,
        ENCODING: tl.constexpr):  # fmt: skip
     """Decode the codes of q4_k or q5_k whose highest bit but the fifth is BIT of the words."""
-    code = k_code(words, fifth, flip, BIT, ENCODING) - (32.0 if ENCODING == "q5_k" else 16.0)
+    code = k_code(packed, fifth, flip, BIT, ENCODING) - (32.0 if ENCODING == "q5_k" else 16.0)
     return (code * scale - least).to(KIND)
 
 
 @triton.jit
 def _k_tile(codes, k, flip, KIND: tl.constexpr, ENCODING: tl.constexpr):
     """Decode chunks of q4_k or q5_k: [N, inputs]."""
-    words, l5, h5, low, high, low_least, high_least = load_k_block(codes, k, ENCODING)
+    packed, l5, h5, low, high, low_least, high_least = load_k_block(codes, k, ENCODING)
     s, m = low[:, :, None], low_least[:, :, None]
-    a = _k(words, l5, s, m, flip, 3, KIND, ENCODING)
-    b = _k(words, l5, s, m, flip, 11, KIND, ENCODING)
-    c = _k(words, l5, s, m, flip, 19, KIND, ENCODING)
-    d = _k(words, l5, s, m, flip, 27, KIND, ENCODING)
+    a = _k(packed, l5, s, m, flip, 3, KIND, ENCODING)
+    b = _k(packed, l5, s, m, flip, 11, KIND, ENCODING)
+    c = _k(packed, l5, s, m, flip, 19, KIND, ENCODING)
+    d = _k(packed, l5, s, m, flip, 27, KIND, ENCODING)
     s, m = high[:, :, None], high_least[:, :, None]
-    e = _k(words, h5, s, m, flip, 7, KIND, ENCODING)
-    f = _k(words, h5, s, m, flip, 15, KIND, ENCODING)
-    g = _k(words, h5, s, m, flip, 23, KIND, ENCODING)
-    h = _k(words, h5, s, m, flip, 31, KIND, ENCODING)
+    e = _k(packed, h5, s, m, flip, 7, KIND, ENCODING)
+    f = _k(packed, h5, s, m, flip, 15, KIND, ENCODING)
+    g = _k(packed, h5, s, m, flip, 23, KIND, ENCODING)
+    h = _k(packed, h5, s, m, flip, 31, KIND, ENCODING)
     w = _joined(a, b, c, d, e, f, g, h)  # [N, C, word, low or high, 2, 2]
     N: tl.constexpr = w.shape[0]
     C: tl.constexpr = w.shape[1]
@@ -86,7 +86,7 @@ def decode_tile(
     codes, scales, others, n, k, row_n, scale_n, span_n, flip,
     KIND: tl.constexpr, ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Decode the chunks k [C] of the rows n [N] of a matrix to the model's type: [inputs, N].
+    """Decode chunks k [C] of rows n [N] to the model's type: [inputs, N].
 
     The other parameters are those of `project`.
     """
@@ -94,7 +94,7 @@ def decode_tile(
     if ENCODING == "q4_k" or ENCODING == "q5_k":
         w = _k_tile(rows, k, flip, KIND, ENCODING)
     else:
-        words = load_words(rows, k)
+        packed = load_packed(rows, k)
         row = (n // (span_n if ENCODING == "fp8" else 1) * scale_n)[:, None]
         if ENCODING == "nvfp4" or ENCODING == "ct_nvfp4":
             first, second = load_two_scales(scales, row, k)
@@ -103,27 +103,29 @@ def decode_tile(
                 first, second = first * matrix, second * matrix
             else:
                 first, second = tl.div_rn(first, matrix), tl.div_rn(second, matrix)
-            s = tl.where((tl.arange(0, 4) < 2)[None, None, :], first[:, :, None], second[:, :, None])
+            s = tl.where(
+                (tl.arange(0, 4) < 2)[None, None, :], first[:, :, None], second[:, :, None]
+            )
         else:
             s = load_scales(scales, row, k, ENCODING, GROUP, CHUNK)[:, :, None]
         if CHUNK == 16:
-            even = tl.join(_eight(words, s, flip, 7, KIND, ENCODING),
-                           _eight(words, s, flip, 23, KIND, ENCODING))  # fmt: skip
-            odd = tl.join(_eight(words, s, flip, 15, KIND, ENCODING),
-                          _eight(words, s, flip, 31, KIND, ENCODING))  # fmt: skip
+            even = tl.join(_eight(packed, s, flip, 7, KIND, ENCODING),
+                           _eight(packed, s, flip, 23, KIND, ENCODING))  # fmt: skip
+            odd = tl.join(_eight(packed, s, flip, 15, KIND, ENCODING),
+                          _eight(packed, s, flip, 31, KIND, ENCODING))  # fmt: skip
             w = tl.join(even, odd)
         else:
             w = _joined(
-                _four(words, s, flip, 3, KIND, ENCODING),
-                _four(words, s, flip, 7, KIND, ENCODING),
-                _four(words, s, flip, 11, KIND, ENCODING),
-                _four(words, s, flip, 15, KIND, ENCODING),
-                _four(words, s, flip, 19, KIND, ENCODING),
-                _four(words, s, flip, 23, KIND, ENCODING),
-                _four(words, s, flip, 27, KIND, ENCODING),
-                _four(words, s, flip, 31, KIND, ENCODING),
+                _four(packed, s, flip, 3, KIND, ENCODING),
+                _four(packed, s, flip, 7, KIND, ENCODING),
+                _four(packed, s, flip, 11, KIND, ENCODING),
+                _four(packed, s, flip, 15, KIND, ENCODING),
+                _four(packed, s, flip, 19, KIND, ENCODING),
+                _four(packed, s, flip, 23, KIND, ENCODING),
+                _four(packed, s, flip, 27, KIND, ENCODING),
+                _four(packed, s, flip, 31, KIND, ENCODING),
             )
-        N: tl.constexpr = words.shape[0]
-        C: tl.constexpr = words.shape[1]
+        N: tl.constexpr = packed.shape[0]
+        C: tl.constexpr = packed.shape[1]
         w = tl.reshape(w, (N, C * CHUNK))
     return tl.trans(w)
