@@ -128,15 +128,15 @@ def load_k_block(codes, k, ENCODING: tl.constexpr):
 
     `codes` [N, 1, 1] point to the rows.
 
-    A block has both scales as float16, 12 bytes of the scales and minima of 8 groups, in q5_k 32
+    A block has SIZE words: both scales as float16, 12 bytes of the scales and minima of 8 groups, in q5_k 32
     bytes of fifth bits, and 128 bytes of codes. A chunk has 16 codes of a group of 32 weights in
     the low halves of its bytes, and 16 of the next group in the high ones. Returns the codes
     [N, C, 4], the fifth bits of the low and of the high codes in the lowest bits of bytes, and
     the low and high groups' scales and minima [N, C].
     """
-    BLOCK_WORDS: tl.constexpr = 44 if ENCODING == "q5_k" else 36
-    pair, first = k % 8 // 2, tl.max_contiguous(k // 8 * BLOCK_WORDS, 1)
-    packed = load_packed(codes + (first + BLOCK_WORDS - 32)[None, :, None], k % 8)
+    SIZE: tl.constexpr = 44 if ENCODING == "q5_k" else 36
+    pair, first = k % 8 // 2, tl.max_contiguous(k // 8 * SIZE, 1)
+    packed = load_packed(codes + (first + SIZE - 32)[None, :, None], k % 8)
     low_fifth, high_fifth = packed, packed
     if ENCODING == "q5_k":
         fifth = load_packed(codes + (first + 4)[None, :, None], k % 2)

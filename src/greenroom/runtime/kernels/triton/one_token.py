@@ -23,9 +23,9 @@ from greenroom.runtime.kernels.triton.chunks import (
     integer,
     k_code,
     load_k_block,
+    load_packed,
     load_scales,
     load_two_scales,
-    load_packed,
     small_float,
 )
 from greenroom.runtime.kernels.triton.programs import OTHER_UNITS, finish
