@@ -35,7 +35,7 @@ class TritonMatrix:
     numbers: tuple[int, ...]  # code_at, scale_at, other_at, row_n, row_k, scale_n, span_n, span_k
     encoding: str
     units: tuple[int, int]  # elements of codes and of scales in a unit of a slot's offset
-    group: int  # inputs that share a scale, for `project_one`; 0 if it cannot read the matrix
+    group: int  # inputs that share a scale; 0 if programs cannot read the matrix in chunks
 
     @classmethod
     def of(cls, layer: LayerExperts, weight: WeightSpec) -> TritonMatrix:
@@ -70,7 +70,7 @@ class TritonMatrix:
 
 
 def _group(weight: WeightSpec) -> int:
-    """Return the inputs that share a scale, or 0 if `project_one` cannot read a matrix."""
+    """Return the inputs that share a scale, or 0 if a matrix cannot be read in chunks."""
     columns, chunk = weight.shape[1], chunks.CHUNKS.get(weight.encoding, 0)
     if not chunk or columns % chunk:
         return 0
@@ -78,7 +78,7 @@ def _group(weight: WeightSpec) -> int:
         return chunk
     group = columns // weight.parts[1].shape[1]
     # Scales of one byte are read in pairs, and a chunk has at most one scale of another size.
-    pairs = columns % (2 * group) == 0 or weight.parts[1].dtype not in ("uint8", "float8_e4m3fn")
+    pairs = columns % (2 * group) == 0 or ITEMSIZE[weight.parts[1].dtype] > 1
     return group if pairs and (group % chunk == 0 or weight.encoding in NVFP4) else 0
 
 
