@@ -17,8 +17,12 @@ from greenroom.runtime.kernels.triton.expand import e4m3, e8m0
 # Weights in a chunk, of the encodings that are read so.
 CHUNKS = {
     **dict.fromkeys(("int4", "mxfp4", "nvfp4", "ct_nvfp4", "q4_k", "q5_k"), 32),
-    **dict.fromkeys(("int8", "fp8"), 16),
+    **dict.fromkeys(("symmetric4", "affine4"), 32),
+    **dict.fromkeys(("int8", "fp8", "symmetric8", "affine8"), 16),
 }
+ZEROS = ("affine4", "affine8")  # encodings with a zero beside each scale
+# Encodings whose weights are rounded to the type of their scales first.
+AFFINE = ("symmetric4", "symmetric8", "signed8", *ZEROS)
 # Masks of sign, exponent and mantissa within a float32, and half of what its exponent lacks.
 E2M1, E4M3 = tl.constexpr(0x81C00000 - (1 << 32)), tl.constexpr(0x87F00000 - (1 << 32))
 E2M1_HALF, E4M3_HALF = tl.constexpr(2.0**63), tl.constexpr(2.0**60)
@@ -27,7 +31,7 @@ E2M1_HALF, E4M3_HALF = tl.constexpr(2.0**63), tl.constexpr(2.0**60)
 FOUR, EIGHT, FIFTH = tl.constexpr(0x00780000), tl.constexpr(0x007F8000), tl.constexpr(0x00400000)
 FOUR_OF_5 = tl.constexpr(0x003C0000)
 _SIXTEEN, _THIRTY_TWO = tl.constexpr(0x41800000), tl.constexpr(0x42000000)
-_SIGNED = tl.constexpr(0x43C00000)
+_SIGNED, _UNSIGNED = tl.constexpr(0x43C00000), tl.constexpr(0x43800000)
 
 
 @triton.jit
@@ -37,7 +41,9 @@ def exponent(ENCODING: tl.constexpr):
     The compiler does not know the number, since a program's id is 0 only at run time: so it keeps
     the number in a register, and does not move a constant there for each code.
     """
-    if ENCODING == "int8":
+    if ENCODING == "symmetric8" or ENCODING == "affine8":
+        number = _UNSIGNED ^ tl.program_id(2)
+    elif ENCODING == "int8" or ENCODING == "signed8":
         number = _SIGNED ^ tl.program_id(2)
     elif ENCODING == "q5_k":
         number = _THIRTY_TWO ^ tl.program_id(2)
@@ -115,6 +121,25 @@ def load_scales(scales, row, k, ENCODING: tl.constexpr, GROUP: tl.constexpr, CHU
 
 
 @triton.jit
+def surplus(others, row, k, ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr):
+    """Return what integer codes of chunks k [C] have too much as float32: [N, C, 1], or a number.
+
+    It is the value of the exponent and the code's zero. `others` points to zeros, if there are any.
+    """
+    if ENCODING == "affine4" or ENCODING == "affine8":
+        group = k * CHUNK // GROUP  # 16 bits are two zeros
+        pairs = others.to(tl.pointer_type(tl.int16))
+        pair = tl.load(pairs + tl.max_contiguous(row // 2 + (group // 2)[None, :], (1, 1)))
+        zero = (pair.to(tl.int32) >> (group % 2 * 8)[None, :]) & 255
+        more = zero[:, :, None].to(tl.float32) + (16.0 if CHUNK == 32 else 256.0)
+    elif CHUNK == 32:
+        more = 24.0
+    else:
+        more = 384.0
+    return more
+
+
+@triton.jit
 def load_two_scales(scales, row, k):
     """Load both e4m3 scales of chunks k [C] of nvfp4 as float32: 2 [N, C]."""
     pairs = scales.to(tl.pointer_type(tl.int16))
@@ -128,8 +153,8 @@ def load_k_block(codes, k, ENCODING: tl.constexpr):
 
     `codes` [N, 1, 1] point to the rows.
 
-    A block has SIZE words: both scales as float16, 12 bytes of the scales and minima of 8 groups, in q5_k 32
-    bytes of fifth bits, and 128 bytes of codes. A chunk has 16 codes of a group of 32 weights in
+    A block has SIZE words: both scales as float16, 12 bytes of the scales and minima of 8 groups,
+    in q5_k 32 bytes of fifth bits, and 128 bytes of codes. A chunk has 16 codes of a group of 32 weights in
     the low halves of its bytes, and 16 of the next group in the high ones. Returns the codes
     [N, C, 4], the fifth bits of the low and of the high codes in the lowest bits of bytes, and
     the low and high groups' scales and minima [N, C].

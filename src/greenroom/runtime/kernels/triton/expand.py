@@ -12,7 +12,7 @@ import triton.language as tl
 
 from greenroom.runtime.kernels.triton.ggml import BLOCK_ENCODINGS, decode_block
 
-# Encodings that the programs read. The eager kernel computes the others.
+# Encodings that the programs read code by code. The eager kernel computes the others.
 ENCODINGS = {
     *("plain", "int8", "int4", "mxfp4", "nvfp4", "ct_nvfp4", "gguf_mxfp4", "fp8"),
     *BLOCK_ENCODINGS,

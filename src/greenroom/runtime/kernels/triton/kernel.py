@@ -25,9 +25,9 @@ from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.native.library import missing_reason
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.triton import chunks, one_token, programs
+from greenroom.runtime.kernels.triton import one_token, programs
 from greenroom.runtime.kernels.triton.expand import ENCODINGS
-from greenroom.runtime.kernels.triton.plan import TritonLayerPlan, TritonMatrix, plan_of
+from greenroom.runtime.kernels.triton.plan import TritonLayerPlan, TritonMatrix, group_of, plan_of
 
 IntArray = NDArray[np.int64]
 
@@ -50,7 +50,11 @@ def fallback_reason(layer: LayerExperts) -> str | None:
     weights = layer.up_weight, layer.down_weight
     if any(len(weight.halves) > 1 for weight in weights):
         return "experts whose gate and up have different types"
-    encodings = {weight.encoding for weight in weights} - ENCODINGS
+    encodings = {
+        weight.encoding
+        for weight in weights
+        if weight.encoding not in ENCODINGS and not group_of(weight)
+    }
     return f"experts in {', '.join(sorted(encodings))}" if encodings else None
 
 
@@ -211,7 +215,7 @@ class TritonStep(base.KernelStep):
             rows = one_token.ROWS_OF.get(matrix.encoding, one_token.ROWS) // (2 if gated else 1)
             one_token.project_one[(triton.cdiv(outputs, rows), len(tiles) // 4)](
                 *(*arguments, *numbers[:4], *numbers[5:7], *floats), **constants,
-                GROUP=matrix.group, CHUNK=chunks.CHUNKS[matrix.encoding],
+                GROUP=matrix.group, CHUNK=matrix.chunk,
                 N=rows, C=one_token.WIDTH, num_warps=one_token.WARPS,
             )  # fmt: skip
             return
@@ -219,7 +223,7 @@ class TritonStep(base.KernelStep):
             n *= 2
         programs.project[(triton.cdiv(outputs, n), len(tiles) // 4)](
             *(*arguments, *numbers, *floats), **constants,
-            GROUP=matrix.group, CHUNK=chunks.CHUNKS.get(matrix.encoding, 0),
+            GROUP=matrix.group, CHUNK=matrix.chunk,
             WIDE=self.plan.wide, M=m, N=n, K=k, num_warps=warps, num_stages=STAGES,
         )  # fmt: skip
 

@@ -27,6 +27,7 @@ from greenroom.runtime.kernels.triton.chunks import (
     load_scales,
     load_two_scales,
     small_float,
+    surplus,
 )
 from greenroom.runtime.kernels.triton.programs import OTHER_UNITS, finish
 
@@ -54,14 +55,14 @@ def _four_inputs(x, inside, KIND: tl.constexpr, FACTOR: tl.constexpr):
 
 
 @triton.jit
-def _inputs(x, k, inside, KIND: tl.constexpr, ENCODING: tl.constexpr):
+def _inputs(x, k, inside, KIND: tl.constexpr, ENCODING: tl.constexpr, CHUNK: tl.constexpr):
     """Load the inputs of chunks k [C]: 8 [1, C, 4], for the codes of a word; of 8 bits the same 4.
 
     `x` points to the inputs, 64 bits at a time. Inputs of float codes are multiplied by a power of
     two, so that products are not too small.
     """
     word, mask = tl.arange(0, 4)[None, :], inside[:, None]
-    if ENCODING == "int8" or ENCODING == "fp8":
+    if CHUNK == 16:
         FACTOR: tl.constexpr = E4M3_HALF if ENCODING == "fp8" else 1
         a, b, c, d = _four_inputs(x + (k[:, None] * 4 + word), mask, KIND, FACTOR)
         e, f, g, h = a, b, c, d
@@ -70,7 +71,8 @@ def _inputs(x, k, inside, KIND: tl.constexpr, ENCODING: tl.constexpr):
         a, b, c, d = _four_inputs(at, mask, KIND, 1)
         e, f, g, h = _four_inputs(at + 8, mask, KIND, 1)
     else:
-        FACTOR: tl.constexpr = 1 if ENCODING == "int4" else E2M1_HALF
+        FLOATS: tl.constexpr = ENCODING == "mxfp4" or ENCODING == "nvfp4" or ENCODING == "ct_nvfp4"
+        FACTOR: tl.constexpr = E2M1_HALF if FLOATS else 1
         at = x + (k[:, None] * 8 + word * 2)
         a, b, c, d = _four_inputs(at, mask, KIND, FACTOR)
         e, f, g, h = _four_inputs(at + 1, mask, KIND, FACTOR)
@@ -78,10 +80,10 @@ def _inputs(x, k, inside, KIND: tl.constexpr, ENCODING: tl.constexpr):
 
 
 @triton.jit
-def _in_order(packed, flip, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr):
+def _in_order(packed, flip, more, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr):
     """Sum the codes of words [N, C, 4], in order, times inputs, but the power of two of floats."""
-    if ENCODING == "int4":  # of a code, 8 is part of the format
-        p = ((a + b) + (c + d) + ((e + f) + (g + h))) * -24.0
+    if ENCODING == "int4" or ENCODING == "symmetric4" or ENCODING == "affine4":
+        p = ((a + b) + (c + d) + ((e + f) + (g + h))) * -more
         p += integer(packed, flip, 3, FOUR) * a
         p += integer(packed, flip, 7, FOUR) * b
         p += integer(packed, flip, 11, FOUR) * c
@@ -90,8 +92,11 @@ def _in_order(packed, flip, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr):
         p += integer(packed, flip, 23, FOUR) * f
         p += integer(packed, flip, 27, FOUR) * g
         p += integer(packed, flip, 31, FOUR) * h
-    elif ENCODING == "int8":
-        p = ((a + b) + (c + d)) * -384.0
+    elif (
+        ENCODING == "int8" or ENCODING == "symmetric8" or ENCODING == "affine8"
+        or ENCODING == "signed8"
+    ):  # fmt: skip
+        p = ((a + b) + (c + d)) * -more
         p += integer(packed, flip, 7, EIGHT) * a
         p += integer(packed, flip, 15, EIGHT) * b
         p += integer(packed, flip, 23, EIGHT) * c
@@ -135,14 +140,15 @@ def _in_k_blocks(codes, k, flip, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr)
 
 @triton.jit
 def _chunks(
-    codes, scales, row, k, flip, a, b, c, d, e, f, g, h,
+    codes, scales, others, row, k, flip, a, b, c, d, e, f, g, h,
     ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Multiply chunks k [C] of rows with their inputs: [N, C]."""
     if ENCODING == "q4_k" or ENCODING == "q5_k":
         p = _in_k_blocks(codes, k, flip, a, b, c, d, e, f, g, h, ENCODING)
     else:
-        p = _in_order(load_packed(codes, k), flip, a, b, c, d, e, f, g, h, ENCODING)
+        more = surplus(others, row, k, ENCODING, GROUP, CHUNK)
+        p = _in_order(load_packed(codes, k), flip, more, a, b, c, d, e, f, g, h, ENCODING)
         if ENCODING == "nvfp4" or ENCODING == "ct_nvfp4":
             low, high = tl.split(tl.sum(tl.reshape(p, (p.shape[0], p.shape[1], 2, 2)), axis=3))
             first, second = load_two_scales(scales, row, k)
@@ -198,11 +204,11 @@ def project_one(
     for first in range(0, chunks, C):
         at = first + tl.arange(0, C)
         k, inside = tl.minimum(at, chunks - 1), at < chunks
-        a, b, c, d, e, f, h, i = _inputs(fours, k, inside, KIND, ENCODING)
+        a, b, c, d, e, f, h, i = _inputs(fours, k, inside, KIND, ENCODING, CHUNK)
         if GATED:
-            g += _chunks(gate_codes, scales, gate_scale, k, flip, a, b, c, d,
+            g += _chunks(gate_codes, scales, others, gate_scale, k, flip, a, b, c, d,
                          e, f, h, i, ENCODING, GROUP, CHUNK)  # fmt: skip
-        u += _chunks(up_codes, scales, up_scale, k, flip, a, b, c, d,
+        u += _chunks(up_codes, scales, others, up_scale, k, flip, a, b, c, d,
                      e, f, h, i, ENCODING, GROUP, CHUNK)  # fmt: skip
     total, gate = tl.sum(u, axis=1), tl.sum(g, axis=1)
     if ENCODING == "nvfp4":

@@ -35,6 +35,7 @@ class TritonMatrix:
     numbers: tuple[int, ...]  # code_at, scale_at, other_at, row_n, row_k, scale_n, span_n, span_k
     encoding: str
     units: tuple[int, int]  # elements of codes and of scales in a unit of a slot's offset
+    chunk: int  # weights in 16 bytes of codes
     group: int  # inputs that share a scale; 0 if programs cannot read the matrix in chunks
 
     @classmethod
@@ -48,6 +49,10 @@ class TritonMatrix:
         if weight.encoding == "fp8":  # read as bytes: not every device knows the type
             code = "uint8"
             span = rows // scales.shape[0], weight.shape[1] // scales.shape[1]
+        encoding = weight.encoding
+        if encoding in chunks.AFFINE:  # 32 bits have several codes
+            row_n, encoding = codes.nbytes // rows, "signed8" if code == "int8" else encoding
+            code = "uint8"
         if weight.encoding in NVFP4:
             scale, span = "uint8", (rows // others.shape[0], weight.shape[1])
         if weight.encoding in GGUF:
@@ -63,22 +68,25 @@ class TritonMatrix:
                 *(codes.offset // sizes[0], scales.offset // sizes[1], others.offset // 4),
                 *(row_n, row_k, scale_n, *span),
             ),
-            weight.encoding,
+            encoding,
             (programs.UNIT // sizes[0], programs.UNIT // sizes[1]),
-            _group(weight),
+            chunks.CHUNKS.get(weight.encoding, 0),
+            group_of(weight),
         )
 
 
-def _group(weight: WeightSpec) -> int:
-    """Return the inputs that share a scale, or 0 if a matrix cannot be read in chunks."""
+def group_of(weight: WeightSpec) -> int:
+    """Return the inputs that share a scale; 0: not read in chunks."""
     columns, chunk = weight.shape[1], chunks.CHUNKS.get(weight.encoding, 0)
     if not chunk or columns % chunk:
         return 0
     if len(weight.parts) == 1:
         return chunk
     group = columns // weight.parts[1].shape[1]
-    # Scales of one byte are read in pairs, and a chunk has at most one scale of another size.
+    # Scales and zeros of one byte are read in pairs; others are one for a chunk, or for several.
     pairs = columns % (2 * group) == 0 or ITEMSIZE[weight.parts[1].dtype] > 1
+    if weight.encoding in chunks.ZEROS:
+        pairs = columns % (2 * group) == 0 and weight.parts[0].dtype != "int8"
     return group if pairs and (group % chunk == 0 or weight.encoding in NVFP4) else 0
 
 

@@ -22,6 +22,7 @@ from greenroom.runtime.kernels.triton.chunks import (
     load_scales,
     load_two_scales,
     small_float,
+    surplus,
 )
 
 
@@ -33,23 +34,18 @@ def _joined(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def _four(packed, scale, flip, BIT: tl.constexpr, KIND: tl.constexpr, ENCODING: tl.constexpr):
-    """Decode the codes of 4 bits whose highest bit is BIT of the words."""
-    if ENCODING == "int4":
-        code = integer(packed, flip, BIT, FOUR) - 24.0
-    else:
+def _code(packed, scale, more, flip, BIT: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr,
+          ENCODING: tl.constexpr):  # fmt: skip
+    """Decode the codes whose highest bit is BIT of the words; rounded to SCALE first."""
+    if ENCODING == "mxfp4" or ENCODING == "nvfp4" or ENCODING == "ct_nvfp4":
         code = small_float(packed, BIT, E2M1) * E2M1_HALF * E2M1_HALF
-    return (code * scale).to(KIND)
-
-
-@triton.jit
-def _eight(packed, scale, flip, BIT: tl.constexpr, KIND: tl.constexpr, ENCODING: tl.constexpr):
-    """Decode the codes of 8 bits whose highest bit is BIT of the words."""
-    if ENCODING == "int8":
-        code = integer(packed, flip, BIT, EIGHT) - 384.0
-    else:
+    elif ENCODING == "fp8":
         code = small_float(packed, BIT, E4M3) * E4M3_HALF * E4M3_HALF
-    return (code * scale).to(KIND)
+    elif ENCODING == "int4" or ENCODING == "symmetric4" or ENCODING == "affine4":
+        code = integer(packed, flip, BIT, FOUR) - more
+    else:
+        code = integer(packed, flip, BIT, EIGHT) - more
+    return (code * scale).to(SCALE).to(KIND)
 
 
 @triton.jit
@@ -108,22 +104,28 @@ def decode_tile(
             )
         else:
             s = load_scales(scales, row, k, ENCODING, GROUP, CHUNK)[:, :, None]
+        more = surplus(others, row, k, ENCODING, GROUP, CHUNK)
+        AFFINE: tl.constexpr = (
+            ENCODING == "symmetric4" or ENCODING == "affine4" or ENCODING == "symmetric8"
+            or ENCODING == "affine8" or ENCODING == "signed8"
+        )  # fmt: skip
+        SCALE: tl.constexpr = scales.dtype.element_ty if AFFINE else tl.float32
         if CHUNK == 16:
-            even = tl.join(_eight(packed, s, flip, 7, KIND, ENCODING),
-                           _eight(packed, s, flip, 23, KIND, ENCODING))  # fmt: skip
-            odd = tl.join(_eight(packed, s, flip, 15, KIND, ENCODING),
-                          _eight(packed, s, flip, 31, KIND, ENCODING))  # fmt: skip
-            w = tl.join(even, odd)
+            a = _code(packed, s, more, flip, 7, KIND, SCALE, ENCODING)
+            b = _code(packed, s, more, flip, 15, KIND, SCALE, ENCODING)
+            c = _code(packed, s, more, flip, 23, KIND, SCALE, ENCODING)
+            d = _code(packed, s, more, flip, 31, KIND, SCALE, ENCODING)
+            w = tl.join(tl.join(a, c), tl.join(b, d))
         else:
             w = _joined(
-                _four(packed, s, flip, 3, KIND, ENCODING),
-                _four(packed, s, flip, 7, KIND, ENCODING),
-                _four(packed, s, flip, 11, KIND, ENCODING),
-                _four(packed, s, flip, 15, KIND, ENCODING),
-                _four(packed, s, flip, 19, KIND, ENCODING),
-                _four(packed, s, flip, 23, KIND, ENCODING),
-                _four(packed, s, flip, 27, KIND, ENCODING),
-                _four(packed, s, flip, 31, KIND, ENCODING),
+                _code(packed, s, more, flip, 3, KIND, SCALE, ENCODING),
+                _code(packed, s, more, flip, 7, KIND, SCALE, ENCODING),
+                _code(packed, s, more, flip, 11, KIND, SCALE, ENCODING),
+                _code(packed, s, more, flip, 15, KIND, SCALE, ENCODING),
+                _code(packed, s, more, flip, 19, KIND, SCALE, ENCODING),
+                _code(packed, s, more, flip, 23, KIND, SCALE, ENCODING),
+                _code(packed, s, more, flip, 27, KIND, SCALE, ENCODING),
+                _code(packed, s, more, flip, 31, KIND, SCALE, ENCODING),
             )
         N: tl.constexpr = packed.shape[0]
         C: tl.constexpr = packed.shape[1]
