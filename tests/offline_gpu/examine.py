@@ -6,9 +6,8 @@ import argparse
 from collections import defaultdict
 from collections.abc import Iterator
 
-from greenroom.runtime.kernels.triton.expand import ENCODINGS
 from tests.offline_gpu.compiler import Findings, examine, specialize
-from tests.offline_gpu.launches import Launch, architectures, launches
+from tests.offline_gpu.launches import ALL, Launch, architectures, launches
 from tests.offline_gpu.limits import measures
 
 HEAD = """\
@@ -61,18 +60,18 @@ def table(encodings: list[str]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--exceptions", action="store_true", help="print what exceeds its limit")
-    parser.add_argument("--encodings", nargs="*", default=sorted(ENCODINGS))
+    parser.add_argument("--encodings", nargs="*", default=ALL)
     given = parser.parse_args()
     if given.exceptions:
         print(HEAD, end="")
         for encoding in given.encodings:
             for key, value in sorted(excesses(encoding).items()):
-                print(" | ".join((*key, f"{value:g}")))
+                print(" | ".join((*key, f"{value:g}")), flush=True)
         return
     print("| encoding | launch | for | registers | shared KiB | spills | byte loads | lane |")
     print("|---|---|---|--:|--:|--:|--:|--:|")
     for row in table(given.encodings):
-        print(row)
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from greenroom.core.layout import BLOCKS, PLAIN, SlotLayout, TensorSpec
+from greenroom.core.layout import BLOCKS, ITEMSIZE, PLAIN, SlotLayout, TensorSpec
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.triton import TritonKernel, kernel, one_token, plan, programs
+from greenroom.runtime.kernels.triton.chunks import CHUNKS, ZEROS
+from greenroom.runtime.kernels.triton.expand import ENCODINGS
 from tests.ggml_blocks import GGML
 
 REPORT = Path(__file__).parents[2] / "benchmarks" / "gpu_report"
@@ -37,10 +39,18 @@ SCALED = {
     "mxfp4": ("uint8", 32, "uint8"),
     "nvfp4": ("uint8", 16, "float8_e4m3fn"),
     "ct_nvfp4": ("uint8", 16, "float8_e4m3fn"),
+    "symmetric4": ("int32", 32, "bfloat16"),
+    "affine4": ("int32", 64, "float16"),
+    "symmetric8": ("int32", 64, "bfloat16"),
+    "affine8": ("int32", 64, "bfloat16"),
 }
 FP8_BLOCK = 128
 # Encodings that are compiled for two architectures, in the shapes of one model, to save time.
-RARE = {*("q2_k", "q3_k", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs", "q5_k", "q6_k", "ct_nvfp4")}
+RARE = {
+    *("symmetric4", "symmetric8", "affine8", "ct_nvfp4"),
+    *("q2_k", "q3_k", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs", "q5_k", "q6_k"),
+}
+ALL = sorted({*ENCODINGS, *CHUNKS})
 # Bytes of a block's codes, where a block has scales too.
 CODE_BYTES = {
     "q8_0": 32,
@@ -127,8 +137,10 @@ def layout_of(shape: Any, encoding: str, transposed: bool) -> SlotLayout | None:
             tensors.append((f"{name}.scale", blocks, "float32"))
         else:
             codes, group, scales = SCALED[encoding]
-            tensors.append((name, (rows, width), codes))
+            tensors.append((name, (rows, width // ITEMSIZE[codes]), codes))
             tensors.append((f"{name}.scale", (rows, columns // group), scales))
+            if encoding in ZEROS:
+                tensors.append((f"{name}.zero", (rows, columns // group), "uint8"))
             if encoding.endswith("nvfp4"):
                 stored = 2 if name == "gate_up_proj" else 1
                 tensors.append((f"{name}.matrix_scale", (stored, 1), "float32"))

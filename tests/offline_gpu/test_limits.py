@@ -6,14 +6,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-from greenroom.runtime.kernels.triton.expand import ENCODINGS
 from tests.offline_gpu.examine import excesses
+from tests.offline_gpu.launches import ALL
 from tests.offline_gpu.limits import exceptions
 
 
 @pytest.mark.offline_gpu
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("encoding", sorted(ENCODINGS))
+@pytest.mark.parametrize("encoding", ALL)
 def test_machine_code_is_within_its_limits(encoding):
     """Getting worse than an exception fails, and so does an exception that nothing needs."""
     found, allowed = excesses(encoding), exceptions()
@@ -24,4 +24,4 @@ def test_machine_code_is_within_its_limits(encoding):
 
 
 def test_exceptions_are_of_encodings():
-    assert {encoding for encoding, _, _ in exceptions()} <= ENCODINGS
+    assert {encoding for encoding, _, _ in exceptions()} <= {*ALL}
