@@ -40,7 +40,7 @@ SCALED = {
     "nvfp4": ("uint8", 16, "float8_e4m3fn"),
     "ct_nvfp4": ("uint8", 16, "float8_e4m3fn"),
     "symmetric4": ("int32", 32, "bfloat16"),
-    "affine4": ("int32", 64, "float16"),
+    "affine4": ("int32", 32, "float16"),
     "symmetric8": ("int32", 64, "bfloat16"),
     "affine8": ("int32", 64, "bfloat16"),
 }

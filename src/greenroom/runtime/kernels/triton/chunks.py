@@ -155,9 +155,10 @@ def load_k_block(codes, k, ENCODING: tl.constexpr):
 
     A block has SIZE words: both scales as float16, 12 bytes of the scales and minima of 8 groups,
     in q5_k 32 bytes of fifth bits, and 128 bytes of codes. A chunk has 16 codes of a group of 32
-    weights in the low halves of its bytes, and 16 of the next group in the high ones. Returns the codes
-    [N, C, 4], the fifth bits of the low and of the high codes in the lowest bits of bytes, and
-    the low and high groups' scales and minima [N, C].
+    weights in the low halves of its bytes, and 16 of the next group in the high ones.
+
+    Returns the codes [N, C, 4], the fifth bits of the low and of the high codes in the lowest bits
+    of bytes, and the low and high groups' scales and minima [N, C].
     """
     SIZE: tl.constexpr = 44 if ENCODING == "q5_k" else 36
     pair, first = k % 8 // 2, tl.max_contiguous(k // 8 * SIZE, 1)
