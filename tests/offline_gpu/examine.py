@@ -39,22 +39,24 @@ def excesses(encoding: str) -> dict[tuple[str, str, str], float]:
 
 
 def table(encodings: list[str]) -> Iterator[str]:
-    """Yield rows of a Markdown table, the worst of all shapes in each cell."""
+    """Yield rows of a Markdown table: the worst of all shapes, one architecture after another."""
     for encoding in encodings:
         rows = defaultdict[str, dict[int, list[Findings]]](lambda: defaultdict(list))
         for architecture, launch, found in findings(encoding):
-            rows[launch.label][architecture].append(found)
+            if launch.label != "sum":
+                rows[launch.label][architecture].append(found)
         for label, cells in rows.items():
-            for architecture, each in cells.items():
-                lanes = max(found.lane_instructions for found in each)
-                yield (
-                    f"| {encoding} | {label} | sm_{architecture}"
-                    f" | {max(found.registers for found in each)}"
-                    f" | {max(found.shared for found in each) / 1024:.0f}"
-                    f" | {max(found.spills for found in each)}"
-                    f" | {max(found.byte_loads for found in each)}"
-                    f" | {f'{lanes:.2f}' if lanes else ''} |"
-                )
+            each = cells.values()
+            lanes = [max(found.lane_instructions for found in cell) for cell in each]
+            columns = (
+                "/".join(str(architecture) for architecture in cells),
+                "/".join(str(max(found.registers for found in cell)) for cell in each),
+                "/".join(f"{max(found.shared for found in cell) / 1024:.0f}" for cell in each),
+                "/".join(str(max(found.spills for found in cell)) for cell in each),
+                "/".join(str(max(found.byte_loads for found in cell)) for cell in each),
+                "/".join(f"{number:.1f}" for number in lanes) if any(lanes) else "",
+            )
+            yield f"| {encoding} | {label} | {' | '.join(columns)} |"
 
 
 def main() -> None:
@@ -68,8 +70,8 @@ def main() -> None:
             for key, value in sorted(excesses(encoding).items()):
                 print(" | ".join((*key, f"{value:g}")), flush=True)
         return
-    print("| encoding | launch | for | registers | shared KiB | spills | byte loads | lane |")
-    print("|---|---|---|--:|--:|--:|--:|--:|")
+    print("| encoding | launch | sm_ | registers | shared KiB | spills | byte loads | lane |")
+    print("|---|---|---|---|---|---|---|---|")
     for row in table(given.encodings):
         print(row, flush=True)
 
