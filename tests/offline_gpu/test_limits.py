@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+import triton
 
 from tests.offline_gpu.examine import excesses
 from tests.offline_gpu.launches import ALL
