@@ -7,13 +7,13 @@ READY := $(VENV)/.ready
 # Tests start many processes: with byte code written by the first, each starts a second sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native demo check ci portable browser processes interpreted without-options check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers papers-demo papers-train clean
+.PHONY: help setup native demo check ci portable browser processes interpreted without-options check-gpu check-gpu-offline gpu-report format lint types imports test bench-smoke fuzz soak bench papers papers-demo papers-train clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
 	@echo "             Greenroom does it, and prove that nothing has changed"
 	@echo "make check   formatting, lint, spelling, types, import rules, tests"
-	@echo "make ci      what takes longer than that: processes, interpreted, bench-smoke, portable, browser, fuzz, without-options"
+	@echo "make ci      what takes longer than that: processes, interpreted, check-gpu-offline, bench-smoke, portable, browser, fuzz, without-options"
 	@echo "make processes  tests that start whole programs"
 	@echo "make interpreted  what is for a GPU, on a CPU: Triton's kernels in its interpreter, the GPU report"
 	@echo "make native  compile the kernels in C++ (folder native/), if they changed"
@@ -23,6 +23,7 @@ help:
 	@echo "make fuzz    damaged files of every format that is read (FUZZ_SECONDS=N)"
 	@echo "make without-options  the checks of a copy of the project in which an option is deleted, for each"
 	@echo "make check-gpu  the tests that need a CUDA device (torch with CUDA in this environment)"
+	@echo "make check-gpu-offline  Triton's kernels compiled without a GPU, and their machine code examined"
 	@echo "make gpu-report  tests and measurements on a GPU into a folder (OUT=DIR, PART=NAME)"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make soak    the long tests"
@@ -67,7 +68,7 @@ check: $(READY)
 	$(MAKE) --no-print-directory --jobs 2 lint types imports test
 
 # What is left out of `make check` because it takes longer. Continuous integration runs both.
-ci: processes interpreted bench-smoke portable browser fuzz without-options
+ci: processes interpreted check-gpu-offline bench-smoke portable browser fuzz without-options
 
 # With the Python that has a torch for this machine's GPU: make check-gpu PYTHON=python3
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
@@ -78,6 +79,11 @@ GPU_TESTS := GREENROOM_TEST_GPU=1 PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" 
 check-gpu:
 	$(GPU_TESTS) -n auto --dist worksteal -m "not fills_memory"
 	$(GPU_TESTS) -m fills_memory
+
+# Triton's kernels compiled for GPUs that are not here: is their machine code within its limits? What
+# was compiled is kept in build/offline-gpu, so the second run takes seconds.
+check-gpu-offline: $(READY) native
+	TRITON_INTERPRET=0 nice $(BIN)/python -m pytest -m offline_gpu tests/offline_gpu -n 2 --dist worksteal
 
 # Tests and measurements on a GPU, 30 minutes; what OUT has already is not done again.
 OUT ?= gpu-report
@@ -101,7 +107,7 @@ imports: $(READY)
 
 # Three at a time: two cores have work while a test waits.
 test: $(READY) native
-	$(BIN)/python -m pytest -m "not slow and not bench_smoke and not process and not interpreted and not portable and not browser" --durations=10 -n 3 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not bench_smoke and not process and not interpreted and not portable and not browser and not offline_gpu" --durations=10 -n 3 --dist worksteal
 
 # Tests that start whole programs, for seconds each: servers, kills, interrupts, guarded memory.
 processes: $(READY) native

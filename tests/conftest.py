@@ -25,7 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_CACHE_DIR", str(folder().parents[1]))
 if os.environ.get("GREENROOM_TEST_GPU") != "1":  # a machine's GPU is for `make check-gpu` alone
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before any is imported
+    # Read when a kernel is defined: before any is imported. `make check-gpu-offline` has 0.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 SETTINGS = "_hypothesis_internal_use_settings"  # attribute with the settings of a test
 
 

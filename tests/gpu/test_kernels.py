@@ -18,6 +18,7 @@ from tests.runtime.kernels.toys import CLASSES, EXPERTS, ToySlots, experts, inpu
 from tests.runtime.kernels.triton.test_kernel import ENCODED, distance, encoded
 
 HALF = (torch.bfloat16, torch.float16)
+EPS = torch.finfo(torch.bfloat16).eps
 
 
 class GpuSlots(ToySlots):
@@ -105,8 +106,10 @@ def test_encodings_are_as_near_as_expanded_weights(name):
             case = inputs(torch.bfloat16, tokens, hidden=layer.hidden, seed=tokens)
             got = step(TritonKernel(), layer, places, case)
             assert got.isfinite().all()
-            assert distance(got, step(EagerKernel(), layer, places, case)) < 4e-3
-            assert distance(got, step(TritonKernel(), expanded, where, case)) < 1e-3
+            # The program for one token does not round weights to bfloat16.
+            near, nearer = (2 * EPS, 2 * EPS) if tokens == 1 else (4e-3, 1e-3)
+            assert distance(got, step(EagerKernel(), layer, places, case)) < near
+            assert distance(got, step(TritonKernel(), expanded, where, case)) < nearer
             assert torch.equal(
                 step(EagerKernel(), layer, places, case), step(EagerKernel(), expanded, where, case)
             )

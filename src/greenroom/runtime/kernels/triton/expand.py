@@ -12,7 +12,7 @@ import triton.language as tl
 
 from greenroom.runtime.kernels.triton.ggml import BLOCK_ENCODINGS, decode_block
 
-# Encodings that the programs read. The eager kernel computes the others.
+# Encodings that the programs read code by code. The eager kernel computes the others.
 ENCODINGS = {
     *("plain", "int8", "int4", "mxfp4", "nvfp4", "ct_nvfp4", "gguf_mxfp4", "fp8"),
     *BLOCK_ENCODINGS,
@@ -29,14 +29,14 @@ def _e2m1(nibble):
 
 
 @triton.jit
-def _e8m0(byte):
+def e8m0(byte):
     """Convert e8m0 to float32: 2^(byte - 127); 255 is NaN."""
     bits = tl.where(byte == 0, 0x00400000, byte << 23)
     return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _e4m3(byte):
+def e4m3(byte):
     """Convert an 8-bit float (1 sign, 4 exponent, 3 mantissa bits) to float32.
 
     No hardware cast is used, so older devices can too.
@@ -85,18 +85,18 @@ def expand(
             s = tl.load(scales + n * scale_n + k // 32, mask=mask, other=0.0).to(tl.float32)
         elif ENCODING == "mxfp4":
             c = _e2m1(_nibble(codes, n * row_n + k // 2, (k % 2) * 4, mask))
-            s = _e8m0(tl.load(scales + n * scale_n + k // 32, mask=mask, other=0).to(tl.int32))
+            s = e8m0(tl.load(scales + n * scale_n + k // 32, mask=mask, other=0).to(tl.int32))
         elif ENCODING == "nvfp4" or ENCODING == "ct_nvfp4":
             c = _e2m1(_nibble(codes, n * row_n + k // 2, (k % 2) * 4, mask))
-            s = _e4m3(tl.load(scales + n * scale_n + k // 16, mask=mask, other=0).to(tl.int32))
+            s = e4m3(tl.load(scales + n * scale_n + k // 16, mask=mask, other=0).to(tl.int32))
             matrix_scale = tl.load(others + n // span_n + k // span_k, mask=mask, other=1.0)
             s = s * matrix_scale if ENCODING == "nvfp4" else tl.div_rn(s, matrix_scale)
         elif ENCODING == "gguf_mxfp4":
             block = n * row_n + (k // 32) * 17
             c = _e2m1(_nibble(codes, block + 1 + k % 16, (k % 32 // 16) * 4, mask))
-            s = _e8m0(tl.load(codes + block, mask=mask, other=0).to(tl.int32))
+            s = e8m0(tl.load(codes + block, mask=mask, other=0).to(tl.int32))
         else:
-            c = _e4m3(tl.load(codes + n * row_n + k, mask=mask, other=0).to(tl.int32))
+            c = e4m3(tl.load(codes + n * row_n + k, mask=mask, other=0).to(tl.int32))
             s = tl.load(scales + (n // span_n) * scale_n + k // span_k, mask=mask, other=0.0)
         w = (c * s).to(KIND)
     else:

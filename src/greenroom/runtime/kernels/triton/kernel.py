@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,27 +18,24 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from greenroom.core.layout import ITEMSIZE, PLAIN, TensorSpec, WeightSpec
-from greenroom.errors import UsageError
 from greenroom.runtime.kernels import base, eager
-from greenroom.runtime.kernels.activation import RAW, Activation, find_activation
+from greenroom.runtime.kernels.activation import RAW, Activation
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.native.library import missing_reason
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.triton import programs
+from greenroom.runtime.kernels.triton import one_token, programs
 from greenroom.runtime.kernels.triton.expand import ENCODINGS
-from greenroom.runtime.kernels.triton.ggml import BLOCK_ENCODINGS
+from greenroom.runtime.kernels.triton.plan import TritonLayerPlan, TritonMatrix, group_of, plan_of
 
 IntArray = NDArray[np.int64]
 
-# Entries, outputs and inputs of a program, for few and for many entries per expert.
-FEW, MANY = (16, 32, 128), (64, 64, 64)
+# Entries, outputs and inputs of a program, and its warps: for few entries per expert, for many, and
+# for more on devices that compute large tiles.
+FEW, MANY, MORE = (16, 32, 128, 4), (64, 64, 64, 4), (128, 128, 64, 8)
 STAGES = 3
 SUMMED = 1024  # outputs of a program of `combine`
-GGUF = ("gguf_mxfp4", *BLOCK_ENCODINGS)  # codes and scales in one tensor
-NVFP4 = ("nvfp4", "ct_nvfp4")
 
 
 def fallback_reason(layer: LayerExperts) -> str | None:
@@ -54,91 +50,12 @@ def fallback_reason(layer: LayerExperts) -> str | None:
     weights = layer.up_weight, layer.down_weight
     if any(len(weight.halves) > 1 for weight in weights):
         return "experts whose gate and up have different types"
-    encodings = {weight.encoding for weight in weights} - ENCODINGS
+    encodings = {
+        weight.encoding
+        for weight in weights
+        if weight.encoding not in ENCODINGS and not group_of(weight)
+    }
     return f"experts in {', '.join(sorted(encodings))}" if encodings else None
-
-
-@dataclass(frozen=True, slots=True)
-class TritonMatrix:
-    """A weight matrix's constant Triton kernel arguments.
-
-    codes, scales: views of slot 0 as vectors, in the types of the matrix's codes and scales
-    others: view of slot 0 as a vector of float32, for matrix scales
-    """
-
-    codes: Tensor
-    scales: Tensor
-    others: Tensor
-    numbers: tuple[int, ...]  # code_at, scale_at, other_at, row_n, row_k, scale_n, span_n, span_k
-    encoding: str
-    units: tuple[int, int]  # elements of codes and of scales in a unit of a slot's offset
-
-    @classmethod
-    def of(cls, layer: LayerExperts, weight: WeightSpec) -> TritonMatrix:
-        """Make the constant Triton kernel arguments for an MoE layer's weight matrix."""
-        codes, scales, others = weight.parts[0], weight.parts[:2][-1], weight.parts[-1]
-        code, scale = codes.dtype, scales.dtype
-        rows, row_n, row_k, scale_n, span = weight.shape[0], codes.shape[1], 1, 0, (1, 1)
-        if weight.encoding == PLAIN and layer.transposed:
-            row_n, row_k = 1, codes.shape[1]
-        if weight.encoding == "fp8":  # read as bytes: not every device knows the type
-            code = "uint8"
-            span = rows // scales.shape[0], weight.shape[1] // scales.shape[1]
-        if weight.encoding in NVFP4:
-            scale, span = "uint8", (rows // others.shape[0], weight.shape[1])
-        if weight.encoding in GGUF:
-            code, scale = "uint8", "float16"
-        elif weight.encoding != PLAIN:
-            scale_n = scales.shape[1]
-        sizes = ITEMSIZE[code], ITEMSIZE[scale]
-        return cls(
-            _anchor(layer, code),
-            _anchor(layer, scale),
-            _anchor(layer, "float32"),
-            (
-                *(codes.offset // sizes[0], scales.offset // sizes[1], others.offset // 4),
-                *(row_n, row_k, scale_n, *span),
-            ),
-            weight.encoding,
-            (programs.UNIT // sizes[0], programs.UNIT // sizes[1]),
-        )
-
-
-def _anchor(layer: LayerExperts, dtype: str) -> Tensor:
-    """Return slot 0 as a vector; offsets of other slots are relative to it."""
-    elements = layer.slots.stride // ITEMSIZE[dtype]
-    return layer.slots.tensor(0, TensorSpec("slot", (elements,), dtype, 0))
-
-
-class TritonLayerPlan:
-    """The constant Triton kernel arguments of one MoE layer.
-
-    Raises UsageError if the layer's slots are in host memory, unless Triton's interpreter runs.
-    """
-
-    def __init__(self, layer: LayerExperts) -> None:
-        self.up, self.down = (
-            TritonMatrix.of(layer, w) for w in (layer.up_weight, layer.down_weight)
-        )
-        self.activation: Activation = find_activation(layer)
-        self.device = self.up.codes.device
-        self.start = self.up.codes.data_ptr()
-        # An argument is needed where there is no bias too.
-        self.no_bias = torch.zeros(1, dtype=layer.dtype, device=self.device)
-        # The interpreter's products have no bfloat16; it is for tests, not for speed.
-        self.wide = self.device.type == "cpu"
-        if self.wide and not triton.knobs.runtime.interpret:
-            raise UsageError(
-                "--kernels triton needs a GPU: use --kernels native or eager, or --device cuda"
-            )
-
-    def offset(self, layer: LayerExperts, slot: int) -> int:
-        """Return the offset of one of a layer's slots, in units of 64 bytes.
-
-        The offset counts from slot 0 of the plan. `layer` may describe other slots than the plan's,
-        such as those of a segment.
-        """
-        return (layer.slots.address(slot) - self.start) // programs.UNIT
 
 
 class TritonStep(base.KernelStep):
@@ -149,7 +66,7 @@ class TritonStep(base.KernelStep):
     entries that experts compute. Outputs of segments are summed in `sums` [S, H], in float32.
     """
 
-    __slots__ = ("act", "kind", "mid", "order", "out", "plan", "sizes", "sums", "tokens")
+    __slots__ = ("act", "kind", "mid", "one", "order", "out", "plan", "sizes", "sums", "tokens")
     supports_segments = True
 
     def __init__(
@@ -163,7 +80,9 @@ class TritonStep(base.KernelStep):
         super().__init__(layer, x.to(layer.dtype).contiguous(), routing, weights.contiguous())
         self.plan, self.kind = plan, x.dtype
         entries, most = len(routing.rows), int(np.diff(routing.starts).max(initial=0))
-        self.sizes = FEW if most <= FEW[0] else MANY
+        self.sizes, self.one = FEW if most <= FEW[0] else MANY, most == 1
+        if most > MANY[0] and plan.large_tiles:
+            self.sizes = MORE
 
         def empty(columns: int) -> Tensor:
             return torch.empty(entries, columns, dtype=layer.dtype, device=plan.device)
@@ -279,17 +198,33 @@ class TritonStep(base.KernelStep):
         The up projection has an `activation`, and `tokens`: the index in x of each entry's token.
         The down projection has neither; for a `segment`, its sums are stored in float32.
         """
-        up, layer, (m, n, k) = activation is not None, self.layer, self.sizes
-        applied = activation or Activation()
-        programs.project[(triton.cdiv(outputs, n), len(tiles) // 4)](
+        up, layer, (m, n, k, warps) = activation is not None, self.layer, self.sizes
+        applied, gated = activation or Activation(), activation is not None and layer.has_gate
+        arguments = (
             *(x, tiles, tiles if tokens is None else tokens, matrix.codes, matrix.scales),
-            *(matrix.others, self.plan.no_bias if bias is None else bias, out),
-            *(inputs, outputs, *matrix.numbers),
-            *(float(applied.limit), float(applied.alpha)),
-            ENCODING=matrix.encoding, GATHERED=tokens is not None, GATED=up and layer.has_gate,
+            *(matrix.others, self.plan.no_bias if bias is None else bias, out, inputs, outputs),
+        )
+        constants: dict[str, Any] = dict(  # noqa: C408
+            ENCODING=matrix.encoding, GATHERED=tokens is not None, GATED=gated,
             INTERLEAVED=up and layer.interleaved, ACTIVATION=applied.code, BIAS=bias is not None,
             CODE_UNITS=matrix.units[0], SCALE_UNITS=matrix.units[1], SEGMENT=segment,
-            WIDE=self.plan.wide, M=m, N=n, K=k, num_stages=STAGES,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+        numbers, floats = matrix.numbers, (float(applied.limit), float(applied.alpha))
+        if self.one and matrix.group:
+            rows = one_token.ROWS_OF.get(matrix.encoding, one_token.ROWS) // (2 if gated else 1)
+            one_token.project_one[(triton.cdiv(outputs, rows), len(tiles) // 4)](
+                *(*arguments, *numbers[:4], *numbers[5:7], *floats), **constants,
+                GROUP=matrix.group, CHUNK=matrix.chunk,
+                N=rows, C=one_token.WIDTH, num_warps=one_token.WARPS,
+            )  # fmt: skip
+            return
+        if m == FEW[0] and not gated:  # as many rows as of gate and up
+            n *= 2
+        programs.project[(triton.cdiv(outputs, n), len(tiles) // 4)](
+            *(*arguments, *numbers, *floats), **constants,
+            GROUP=matrix.group, CHUNK=matrix.chunk,
+            WIDE=self.plan.wide, M=m, N=n, K=k, num_warps=warps, num_stages=STAGES,
         )  # fmt: skip
 
     def total(self) -> Tensor:
@@ -307,6 +242,7 @@ class TritonStep(base.KernelStep):
                 ROUND_PRODUCT=self.kind in (product, total),
                 ROUND_SUM=total == self.kind,
                 N=SUMMED,
+                enable_fp_fusion=False,
             )
         return result
 
@@ -362,15 +298,6 @@ class TritonKernel(Kernel):
 
     def supports(self, layer: LayerExperts) -> bool:
         return fallback_reason(layer) is None
-
-
-def plan_of(layer: LayerExperts) -> TritonLayerPlan:
-    """Return the constant Triton kernel arguments of an MoE layer, made at the first call."""
-    if layer.plan is None:
-        layer.plan = TritonLayerPlan(layer.in_slots)
-    plan = layer.plan
-    assert isinstance(plan, TritonLayerPlan)
-    return plan
 
 
 def upload(numbers: IntArray, device: torch.device) -> Tensor:

@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 
 from greenroom.runtime.kernels import activation
+from greenroom.runtime.kernels.triton.chunks import exponent
 from greenroom.runtime.kernels.triton.expand import expand
+from greenroom.runtime.kernels.triton.tile import decode_tile
 
 UNIT = 64  # bytes
 OTHER_UNITS = tl.constexpr(UNIT // 4)  # float32 numbers in a unit
@@ -67,51 +69,14 @@ def _activate(g, u, limit, alpha, KIND: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def project(
-    x, tiles, tokens, codes, scales, others, bias, out,
-    inputs, outputs, code_at, scale_at, other_at, row_n, row_k, scale_n, span_n, span_k,
-    limit, alpha,
-    ENCODING: tl.constexpr, GATHERED: tl.constexpr, GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
-    CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr, SEGMENT: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+def finish(
+    g, u, bias, out, row, n, gate_n, up_n, rows_mask, expert, outputs, limit, alpha,
+    KIND: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile's rows with its expert's matrix, and apply the activation, in Triton.
-
-    x is [T, inputs], indexed by `tokens`, if GATHERED, else [entries, inputs]. The result `out` is
-    [entries, outputs]. With ACTIVATION = RAW there is no activation, and if GATED the result is
-    [entries, 2 * outputs] in the module's layout. The down projection of a SEGMENT of channels
-    leaves a sum in float32, without bias: 1 begins it, 2 continues the one in `out`.
-    """
-    KIND: tl.constexpr = x.dtype.element_ty
-    tile, block = tl.program_id(1), tl.program_id(0)
-    slot, expert = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
-    first, count = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
-    codes += slot * CODE_UNITS + code_at
-    scales += slot * SCALE_UNITS + scale_at
-    others += slot * OTHER_UNITS + other_at
-    m, n = tl.arange(0, M), block * N + tl.arange(0, N)
-    rows_mask, row = (m < count)[:, None], first + m
-    source = tl.load(tokens + row, mask=m < count, other=0) if GATHERED else row
+    """Round, activate and store sums of gate and up projection [M, N], in Triton."""
     width = outputs * 2 if GATED else outputs
-    gate_n = n * 2 if INTERLEAVED else n
-    up_n = (n * 2 + 1 if INTERLEAVED else n + outputs) if GATED else n
-    g, u = tl.zeros((M, N), tl.float32), tl.zeros((M, N), tl.float32)
     mask = rows_mask & (n < outputs)[None, :]
-    if SEGMENT == 2:
-        u = tl.load(out + row[:, None] * outputs + n[None, :], mask=mask, other=0.0)
-    for k0 in range(0, inputs, K):
-        k = k0 + tl.arange(0, K)
-        inside = (k < inputs)[:, None] & (n < outputs)[None, :]
-        place = x + source[:, None] * inputs + k[None, :]
-        a = tl.load(place, mask=rows_mask & (k < inputs)[None, :], other=0.0)
-        if GATED:
-            w = expand(codes, scales, others, gate_n[None, :], k[:, None], inside, row_n, row_k,
-                       scale_n, span_n, span_k, KIND, ENCODING)  # fmt: skip
-            g = _dot(a, w, g, WIDE)
-        w = expand(codes, scales, others, up_n[None, :], k[:, None], inside, row_n, row_k,
-                   scale_n, span_n, span_k, KIND, ENCODING)  # fmt: skip
-        u = _dot(a, w, u, WIDE)
     bias += expert * width
     if SEGMENT == 0:
         u = _sum(u, bias, up_n, n < outputs, KIND, BIAS)
@@ -126,6 +91,87 @@ def project(
     else:
         h = _activate(g, u, limit, alpha, KIND, ACTIVATION)
         tl.store(out + row[:, None] * outputs + n[None, :], h.to(KIND), mask=mask)
+
+
+@triton.jit
+def _weights(
+    codes, scales, others, n, width, k, k0, inputs, row_n, row_k, scale_n, span_n, span_k, flip,
+    KIND: tl.constexpr, ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Decode the inputs k [K], which begin at k0, of the rows n [N] of a matrix of `width` rows."""
+    if GROUP > 0:  # beyond the last chunk, where inputs are 0, is the last one again
+        C: tl.constexpr = k.shape[0] // CHUNK
+        chunk = tl.minimum(k0 // CHUNK + tl.arange(0, C), inputs // CHUNK - 1)
+        w = decode_tile(codes, scales, others, tl.minimum(n, width - 1), chunk, row_n, scale_n,
+                        span_n, flip, KIND, ENCODING, GROUP, CHUNK)  # fmt: skip
+    else:
+        inside = (k < inputs)[:, None] & (n < width)[None, :]
+        w = expand(codes, scales, others, n[None, :], k[:, None], inside, row_n, row_k, scale_n,
+                   span_n, span_k, KIND, ENCODING)  # fmt: skip
+    return w
+
+
+@triton.jit
+def project(
+    x, tiles, tokens, codes, scales, others, bias, out,
+    inputs, outputs, code_at, scale_at, other_at, row_n, row_k, scale_n, span_n, span_k,
+    limit, alpha,
+    ENCODING: tl.constexpr, GATHERED: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
+    CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr, SEGMENT: tl.constexpr,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile's rows with its expert's matrix, and apply the activation, in Triton.
+
+    x is [T, inputs], indexed by `tokens`, if GATHERED, else [entries, inputs]. The result `out` is
+    [entries, outputs]. With ACTIVATION = RAW there is no activation, and if GATED the result is
+    [entries, 2 * outputs] in the module's layout. The down projection of a SEGMENT of channels
+    leaves a sum in float32, without bias: 1 begins it, 2 continues the one in `out`.
+
+    GROUP: inputs that share a scale; 0: codes are read one by one, and not CHUNK at a time
+    """
+    KIND: tl.constexpr = x.dtype.element_ty
+    tile, block = tl.program_id(1), tl.program_id(0)
+    slot, expert = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
+    first, count = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
+    codes += slot * CODE_UNITS + code_at
+    scales += slot * SCALE_UNITS + scale_at
+    others += slot * OTHER_UNITS + other_at
+    m, n = tl.arange(0, M), block * N + tl.arange(0, N)
+    rows_mask, row = (m < count)[:, None], first + m
+    source = tl.load(tokens + row, mask=m < count, other=0) if GATHERED else row
+    gate_n = n * 2 if INTERLEAVED else n
+    up_n = (n * 2 + 1 if INTERLEAVED else n + outputs) if GATED else n
+    g, u = tl.zeros((M, N), tl.float32), tl.zeros((M, N), tl.float32)
+    # Gate and up in turns are one tile, so that neighbours are loaded together.
+    PAIRED: tl.constexpr = GATED and INTERLEAVED and ENCODING == "plain"
+    if PAIRED:
+        both_n, both = block * N * 2 + tl.arange(0, 2 * N), tl.zeros((M, 2 * N), tl.float32)
+    mask = rows_mask & (n < outputs)[None, :]
+    if SEGMENT == 2:
+        u = tl.load(out + row[:, None] * outputs + n[None, :], mask=mask, other=0.0)
+    flip, width = exponent(ENCODING), outputs * 2 if GATED else outputs
+    for k0 in range(0, inputs, K):
+        k = k0 + tl.arange(0, K)
+        place = x + source[:, None] * inputs + k[None, :]
+        a = tl.load(place, mask=rows_mask & (k < inputs)[None, :], other=0.0)
+        if PAIRED:
+            w = _weights(codes, scales, others, both_n, width, k, k0, inputs, row_n, row_k,
+                         scale_n, span_n, span_k, flip, KIND, ENCODING, GROUP, CHUNK)  # fmt: skip
+            both = _dot(a, w, both, WIDE)
+        else:
+            if GATED:
+                w = _weights(codes, scales, others, gate_n, width, k, k0, inputs, row_n, row_k,
+                             scale_n, span_n, span_k, flip, KIND, ENCODING, GROUP,
+                             CHUNK)  # fmt: skip
+                g = _dot(a, w, g, WIDE)
+            w = _weights(codes, scales, others, up_n, width, k, k0, inputs, row_n, row_k, scale_n,
+                         span_n, span_k, flip, KIND, ENCODING, GROUP, CHUNK)  # fmt: skip
+            u = _dot(a, w, u, WIDE)
+    if PAIRED:
+        g, u = tl.split(tl.reshape(both, (M, N, 2)))
+    finish(g, u, bias, out, row, n, gate_n, up_n, rows_mask, expert, outputs, limit, alpha,
+           KIND, GATED, ACTIVATION, BIAS, SEGMENT)  # fmt: skip
 
 
 @triton.jit

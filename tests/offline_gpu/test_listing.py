@@ -1,0 +1,112 @@
+"""Machine code is read as a person reads it: a fragment that was counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.offline_gpu.listing import (
+    count,
+    lane_instructions,
+    loaded_bytes,
+    opcode,
+    operation,
+    read_listing,
+    turns,
+)
+
+# A loop over chunks, which the assembler has unrolled once: each of its two turns loads 16 bytes of
+# codes (32 weights of 4 bits) and 2 bytes of a scale. There are 15 instructions and a NOP from the
+# label to the branch, for 64 weights. What stands outside must not be counted, nor the branch to
+# itself at the end.
+SASS = """
+\t.section\t.text.kernel,"ax",@progbits
+.text.kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   LDG.E.128 R4, desc[UR6][R2.64] ;
+.L_x_0:
+        /*0020*/              @!P0 LDG.E.128 R8, desc[UR6][R2.64] ;
+        /*0030*/                   LDG.E.U16 R12, desc[UR6][R14.64+0x2] ;
+        /*0040*/                   LOP3.LUT R16, R8, 0x780000, R5, 0x6c, !PT ;
+        /*0050*/                   FFMA R20, R16, R21, R20 ;
+        /*0060*/                   HADD2.F32 R12, -RZ, R12.H0_H0 ;
+        /*0070*/                   STL [R1], R20 ;
+        /*0080*/                   LDG.E.128 R8, desc[UR6][R2.64+0x200] ;
+        /*0090*/                   LDG.E.U16 R13, desc[UR6][R14.64+0x22] ;
+        /*00a0*/                   NOP ;
+        /*00b0*/                   LOP3.LUT R16, R8, 0x780000, R5, 0x6c, !PT ;
+        /*00c0*/                   FFMA R20, R16, R21, R20 ;
+        /*00d0*/                   IADD3 R2, P1, R2, 0x400, RZ ;
+        /*00e0*/                   IMAD.X R3, RZ, RZ, R3, P1 ;
+        /*00f0*/                   ISETP.GE.AND P0, PT, R2, UR4, PT ;
+        /*0100*/              @!P0 LDL R20, [R1] ;
+        /*0110*/              @!P0 BRA `(.L_x_0) ;
+        /*0120*/                   STG.E desc[UR6][R2.64], R20 ;
+        /*0130*/                   EXIT ;
+.L_x_1:
+        /*0140*/                   BRA `(.L_x_1);
+"""
+# The loop before the assembler unrolled it. Triton guards loads by predicates.
+PTX = """
+.visible .entry kernel(
+\t.param .u64 kernel_param_0
+)
+{
+\t.reg .pred \t%p<4>;
+$L__BB0_1:
+\t@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+\t@%p1 ld.global.b16 { %rs1 }, [ %rd2 + 0 ];
+\tfma.rn.f32 \t%r5, %r6, %r7, %r5;
+\t@%p2 bra \t$L__BB0_1;
+\tst.global.b32 [ %rd3 + 0 ], { %r5 };
+\tret;
+}
+"""
+
+
+def test_the_fragment_is_counted_as_by_hand():
+    sass, ptx = read_listing(SASS), read_listing(PTX)
+    assert len(sass.instructions) == 21
+    assert [len(loop) for loop in sass.loops] == [16]
+    assert len(ptx.main_loop) == 4
+    assert turns(sass, ptx) == 2
+    assert lane_instructions(sass.main_loop, 2 * 32) == 15 / 64
+    assert dict(loaded_bytes(sass.main_loop, "LDG")) == {16: 32, 2: 4}
+    assert count(sass.in_loops, "LDL", "STL") == 2
+    assert count(sass.instructions, "EXIT", "STG") == 2
+
+
+@pytest.mark.parametrize(
+    ("instruction", "name"),
+    [
+        ("@!P0 LDG.E.U8 R8, desc[UR6][R2.64]", "LDG.E.U8"),
+        ("@UP1 UIADD3 UR4, UR4, 0x1, URZ", "UIADD3"),
+        (
+            "@%p9 cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2",
+            "cp.async.cg.shared.global",
+        ),
+        ("FADD R1, R2, R3", "FADD"),
+    ],
+)
+def test_a_predicate_is_no_part_of_an_operation(instruction, name):
+    assert opcode(instruction) == name
+    assert operation(instruction) == name.split(".")[0]
+
+
+def test_an_asynchronous_copy_is_a_wide_load():
+    ptx = PTX.replace(
+        "ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ]",
+        "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2",
+    )
+    sass = SASS.replace("LDG.E.128 R8", "LDGSTS.E.BYPASS.128 [R8]")
+    assert turns(read_listing(sass), read_listing(ptx)) == 2
+
+
+def test_an_unrolled_loop_that_does_not_divide_is_refused():
+    sass = read_listing(SASS)
+    with pytest.raises(AssertionError):
+        turns(sass, read_listing(PTX.replace("ld.global.v4.b32", "ld.global.b8")))
+    double = PTX.replace(
+        "\tfma", "\t@%p1 ld.global.v2.b64 { %rd7, %rd8 }, [ %rd1 + 16 ];\n" * 2 + "\tfma"
+    )
+    with pytest.raises(AssertionError, match="2 of"):
+        turns(sass, read_listing(double))

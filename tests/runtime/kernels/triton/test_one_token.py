@@ -1,0 +1,108 @@
+"""The program for one token, interpreted: sums of all encodings, against their decoders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from greenroom.core.layout import BLOCKS, WeightSpec
+from greenroom.runtime.encodings import decode
+from greenroom.runtime.kernels.eager import EagerKernel
+from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.triton import TritonKernel, chunks, one_token, programs
+from greenroom.runtime.kernels.triton.plan import TritonMatrix, plan_of
+from tests.runtime.kernels.codes import STYLES, Coded, Style
+from tests.runtime.kernels.toys import EXPERTS, compute, experts, inputs
+from tests.runtime.kernels.triton.test_kernel import distance
+
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled"),
+]
+BF16, FP16 = torch.bfloat16, torch.float16
+SIGNED = Style("symmetric8", "bfloat16", (1, 64), "int8")
+COVERED = [*(style for style in STYLES if style.name in chunks.CHUNKS), SIGNED]
+WIDE = one_token.WIDTH + 1  # chunks: one more than are loaded at a time
+
+
+def unit(style: Style) -> int:
+    """Inputs of the smallest matrix that the program reads."""
+    pair = 2 if style.name in ("mxfp4", *chunks.ZEROS) else 1  # bytes are loaded in pairs
+    share = style.share[1] if style.share[1] < 1 << 20 else 1
+    return max(BLOCKS[style.name][0], share, chunks.CHUNKS[style.name]) * pair
+
+
+def layer_of(
+    style: Style, blocks: int, dtype: torch.dtype = BF16, family: str = "qwen3_moe"
+) -> Any:
+    size = unit(style) * blocks
+    return Coded(experts(family, dtype, hidden=size, inner=size), style, style)
+
+
+def sums(layer: LayerExperts, slot: int, weight: WeightSpec, x: torch.Tensor) -> torch.Tensor:
+    """The sums of a matrix's rows times x [1, inputs], as the program leaves those of a segment."""
+    routing = Routing.of(np.array([[0]]), EXPERTS)
+    step = TritonKernel().begin(layer, x, routing, torch.ones(1, 1, dtype=layer.dtype))
+    outputs, columns = weight.shape
+    out = torch.full((1, outputs), float("nan"))
+    tiles = torch.tensor([plan_of(layer).offset(layer, slot), 0, 0, 1])
+    matrix = TritonMatrix.of(layer, weight)
+    assert step.one
+    assert matrix.group
+    step.launch(tiles, matrix, x, None, out, columns, outputs, segment=1)
+    step.launch(tiles, matrix, x, None, out, columns, outputs, segment=2)
+    return out[0].double() / 2
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5, "wide"])
+@pytest.mark.parametrize("style", COVERED, ids=str)
+def test_sums_are_those_of_the_values_in_float32(style, blocks):
+    if blocks == "wide":
+        blocks = -(-WIDE * chunks.CHUNKS[style.name] // unit(style))
+    for dtype in (BF16, FP16) if blocks == 1 else (BF16,):
+        coded = layer_of(style, blocks, dtype)
+        layer, slot = coded.layer, coded.places[1]
+        for weight in (layer.up_weight, layer.down_weight):
+            parts = [layer.slots.tensor(slot, part) for part in weight.parts]
+            if style.name in chunks.AFFINE:  # the program does not round to the scales' type
+                parts[1] = parts[1].float()
+            values = decode(weight, parts, torch.float32).double()
+            x = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(1))
+            x = x.to(dtype)
+            got, exact = sums(layer, slot, weight, x), values @ x[0].double()
+            error = (got - exact).abs() / (values.abs() @ x[0].double().abs())
+            assert float(error.max()) < 2e-6
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("style", COVERED, ids=str)
+def test_a_token_is_near_to_eager(style, family, monkeypatch):
+    """With gate and up one after the other and in turns, with biases and without.
+
+    Eager rounds weights to bfloat16, which the program does not.
+    """
+    coded = layer_of(style, 1, family=family)
+    monkeypatch.setattr(programs, "project", None)
+    case = inputs(BF16, 1, hidden=coded.layer.hidden)
+    got = compute(TritonKernel(), coded.layer, coded.places, *case)
+    want = compute(EagerKernel(), coded.layer, coded.places, *case)
+    assert got.any()
+    assert distance(got, want) < 2 * torch.finfo(BF16).eps
+
+
+def test_matrices_that_it_cannot_read_are_left_to_the_other_program():
+    coded = Coded(
+        experts("qwen3_moe", BF16, hidden=96, inner=96),
+        Style("mxfp4", "uint8"),
+        Style("mxfp4", "uint8"),
+    )
+    assert TritonMatrix.of(coded.layer, coded.layer.up_weight).group == 0
+    case = inputs(BF16, 1, hidden=96)
+    got = compute(TritonKernel(), coded.layer, coded.places, *case)
+    assert distance(got, compute(EagerKernel(), coded.layer, coded.places, *case)) < 2e-3

@@ -1,0 +1,35 @@
+"""Tiles that are decoded from chunks, interpreted: the bits of the expanded weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from greenroom.runtime.kernels.triton import TritonKernel
+from tests.runtime.kernels.codes import Coded, Style
+from tests.runtime.kernels.toys import compute, experts, inputs
+from tests.runtime.kernels.triton.test_one_token import COVERED, unit
+
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled"),
+]
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize("style", COVERED, ids=str)
+def test_tiles_of_any_width_have_the_bits_of_expanded_weights(style: Style, blocks: int) -> None:
+    """Also where the last chunk ends within a tile, and rows end within a program's."""
+    size = unit(style) * blocks
+    for dtype in (BF16, FP16) if blocks == 1 else (BF16,):
+        coded = Coded(experts("qwen3_moe", dtype, hidden=size, inner=size), style, style)
+        for tokens in (2, 20) if blocks == 1 else (2,):
+            case = inputs(dtype, tokens, top_k=2, hidden=size)
+            case[1][:] = torch.tensor([4, 1])  # few entries of an expert, and many
+            got = compute(TritonKernel(), coded.layer, coded.places, *case)
+            assert got.isfinite().all()
+            assert got.any()
+            assert torch.equal(got, compute(TritonKernel(), coded.plain, coded.places, *case))
