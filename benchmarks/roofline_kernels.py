@@ -16,6 +16,7 @@ from torch import nn
 from greenroom.core.layout import SlotLayout
 from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.dense.attention import KeyValueView, OneTokenAttention
+from greenroom.runtime.kernels.dense.kv_rows import FORMATS as KEY_VALUE_FORMATS
 from greenroom.runtime.kernels.dense.norms import ROUND_THEN_SCALE
 from greenroom.runtime.kernels.dense.router import CompiledRouter, RouterCall
 from greenroom.runtime.kernels.dense.stored import (
@@ -210,6 +211,26 @@ def batched_attention_cases(
     )  # fmt: skip
 
 
+def key_value_cases(sizes: Sizes) -> Iterator[Case]:
+    """Quantising keys of a prompt's block to int8, and decoding those of a context."""
+    form, context = KEY_VALUE_FORMATS["int8"], sizes.contexts[-1]
+    heads, width = sizes.kv_heads, sizes.width
+    x = torch.randn(heads, context, width).to(DTYPE)
+    rows = torch.zeros(heads, context, form.row_bytes(width), dtype=torch.uint8)
+    for name, source, target in (("pack", x, rows), ("expand", rows, x)):
+        call = library().structure("KeyValueCall")(
+            source=source.data_ptr(), source_head=source[0].nbytes,
+            source_token=source[0, 0].nbytes, target=target.data_ptr(),
+            target_head=target[0].nbytes, target_token=target[0, 0].nbytes, heads=heads,
+            tokens=context, width=width, format=form.number,
+        )  # fmt: skip
+        entry = kernel_entry(f"{name}_keys_values", DTYPE)
+        yield Case(
+            "attention", f"{name} keys as int8", context, source.nbytes + target.nbytes,
+            2 * x.numel(), FLOATS, copied(entry, call, (x, rows)),
+        )  # fmt: skip
+
+
 def router_cases(sizes: Sizes) -> Iterator[Case]:
     """The router's product, its choice, and the search for the experts' slots."""
     module = nn.Linear(sizes.hidden, sizes.experts, bias=False).to(DTYPE)
@@ -324,6 +345,7 @@ def all_cases(sizes: Sizes, formats: tuple[str, ...]) -> Iterator[Case]:
     yield from expert_cases(sizes, formats)
     yield from step_cases(sizes)
     yield from attention_cases(sizes)
+    yield from key_value_cases(sizes)
     yield from router_cases(sizes)
     yield from norm_cases(sizes)
     yield from linear_cases(sizes)
