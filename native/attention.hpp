@@ -6,7 +6,7 @@
 
 namespace greenroom {
 
-constexpr int64_t CONTEXT_BLOCK = 64;  // of a partial sum of values
+constexpr int64_t CONTEXT_BLOCK = 64;  // tokens of a partial sum of values
 
 // A head of queries, keys or values: its rows in a projection's matrix, and what follows.
 SHARED(Head,

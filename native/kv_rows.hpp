@@ -48,7 +48,7 @@ INLINE void with_format(int64_t format, F f) {
     else f(std::integral_constant<int64_t, INT4>{});
 }
 
-// The codes nearest to numbers, from `low` to 15 or 127, in 32-bit lanes.
+// The codes from `low` to `high` that are nearest to numbers, as bytes in 32-bit lanes.
 INLINE Ints nearest_codes(const Floats& numbers, float low, float high) {
     Floats clamped = at_most(at_least(numbers, low), high);
     return as<int32_t>(clamped + 12582912.0f) & 0xff;  // rounds to an integer, in the low bits

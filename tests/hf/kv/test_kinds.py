@@ -17,6 +17,7 @@ from greenroom.hf.kv.kinds import CacheKind, cache_kind
 from greenroom.hf.kv.quantised import QuantisedLayer
 from greenroom.hf.kv.sizes import KVBytes, LayerSize, kv_bytes
 from greenroom.hf.load.budget import with_host_tier
+from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.kernels.dense.kv_rows import FORMATS
 from tests.models import cached_tiny, reference
@@ -92,6 +93,19 @@ def test_single_tokens_read_quantised_rows_in_place(compiled_folder, name, monke
         )
         assert torch.equal(logits_of(model), expected)
         assert len(updates) == model.config.num_hidden_layers  # the prompt's
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_new_cache_has_room_for_the_context_and_is_where_the_model_is(skeleton, cuda):
+    """On a GPU tensors grow by blocks: reserved address space is host memory."""
+    sizes = KVBytes((), CacheKind("int8"), on_a_gpu=cuda)
+    setup = ModelSetup(skeleton.catalog, 4, context=9000, cuda=cuda, keys_values=sizes)
+    cache, states = setup.empty_cache(skeleton.model.config), torch.ones(1, 2, 3, 32)
+    cache.update(states, states, 0)
+    room = kv.append_token(cache, 0)
+    assert room is not None
+    assert (room.keys.shape[2] == kv.BLOCK) == cuda
+    assert cuda or room.keys.shape[2] > 9000
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -174,7 +188,6 @@ def test_the_memory_of_a_gpu_s_cache_is_counted():
 
 def test_keys_and_values_on_the_host_are_of_its_budget(skeleton):
     from greenroom.config import LoadConfig
-    from greenroom.hf.memory.setup import ModelSetup
 
     away = KVBytes((LayerSize(1 << 20),) * 8, CacheKind("offloaded"), on_a_gpu=True)
     parts = ModelSetup(skeleton.catalog, 4, fake=True, context=1024, keys_values=away)

@@ -22,13 +22,15 @@ from greenroom.hf.kv.stored import (
     token_range,
     window_lengths,
 )
+from greenroom.hf.memory.setup import ModelSetup
 
 HEADS, WIDTH = 2, 4
 PLAIN = CacheKind()
 
 
-class Setup:
-    context, cuda, keys_values = 64, False, KVBytes(())
+def setup_of(kind: CacheKind = PLAIN) -> ModelSetup:
+    catalog: Any = None
+    return ModelSetup(catalog, 1, context=64, keys_values=KVBytes((), kind))
 
 
 def config(sliding: bool) -> Any:
@@ -77,7 +79,7 @@ def test_keys_and_values_come_back_bit_by_bit(
     assert (7 in windows) == sliding
     before = filled(of, tokens, dtype)
     ranges, after = stored(before, windows, tokens, 8), DynamicCache(config=of)
-    room = add_tokens(after, tokens, ranges[-1][1], windows, Setup, "cpu")
+    room = add_tokens(after, tokens, ranges[-1][1], windows, setup_of(), "cpu")
     for number, (begin, blocks, data) in enumerate(ranges):
         copy_in(data, blocks, room, windows, begin, number == len(ranges) - 1)
     assert after.get_seq_length() == tokens
@@ -93,13 +95,11 @@ def test_keys_and_values_come_back_bit_by_bit(
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_quantised_keys_and_values_come_back_as_they_were_stored(name: str) -> None:
-    class Quantised(Setup):
-        keys_values = KVBytes((), CacheKind(name))
-
+    quantised = setup_of(CacheKind(name))
     of, windows = config(True), (7, 0, 7, 0)
     before = filled(of, 21, kind=CacheKind(name))
     ranges, after = stored(before, windows, 21, 8), DynamicCache(config=of)
-    room = add_tokens(after, 21, ranges[-1][1], windows, Quantised, "cpu")
+    room = add_tokens(after, 21, ranges[-1][1], windows, quantised, "cpu")
     for begin, blocks, data in ranges:
         copy_in(data, blocks, room, windows, begin, begin == 16)
     more = torch.randn(2, 1, HEADS, 3, WIDTH).bfloat16()
@@ -113,7 +113,7 @@ def test_a_part_of_a_range_can_be_used_without_windows() -> None:
     of, windows = config(False), (0,) * 4
     before, after = filled(of, 21), DynamicCache(config=of)
     ranges = stored(before, windows, 21, 8)
-    room = add_tokens(after, 18, ranges[-1][1], windows, Setup, "cpu")
+    room = add_tokens(after, 18, ranges[-1][1], windows, setup_of(), "cpu")
     for begin, blocks, data in ranges:
         copy_in(data, blocks, room, windows, begin, begin == 16)
     for old, new in zip(before.layers, after.layers, strict=True):

@@ -106,7 +106,7 @@ def test_frames_wait_for_no_lock(served: Served) -> None:
     assert made, "a frame waits for a lock of the driver"
 
 
-def test_experts_in_flight_and_read_ahead_are_told_apart(served: Served) -> None:
+def test_experts_in_flight_and_read_ahead_have_states_of_their_own(served: Served) -> None:
     """The scheduler's own view, in a state that is made by hand."""
     served.ask(draw(4), 2).end()
     view = served.engine.greenroom.driver.scheduler.view

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from greenroom.core.predictor import Ids, PassStart
 from greenroom.hf.attach.bindings import Bindings
 from greenroom.hf.kv.batched_cache import BatchedCache
-from greenroom.hf.kv.cache import ROOM
 from greenroom.hf.kv.kinds import DYNAMIC
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
@@ -136,14 +135,14 @@ class PassHooks:
             return None
         cache, kind = kwargs.get("past_key_values"), self._setup.keys_values.kind
         if cache is None and kind.name != DYNAMIC and kwargs.get("use_cache") is not False:
-            cache = kwargs["past_key_values"] = kind.cache(model.config)
+            cache = kwargs["past_key_values"] = self._setup.empty_cache(model.config)
         batch, length = inputs.shape[:2]
         caches, lengths = [cache], [length]
         added = caches, lengths
         if isinstance(cache, BatchedCache):
             caches, lengths, added = cache.caches, cache.lengths, cache.additions()
         for each in caches:
-            kind.make_growing(each, max(self._setup.context, ROOM) + 1, self._setup.cuda)
+            self._setup.make_growing(each)
         if (slot_budget := self.slot_budget) is not None:  # another thread may resize the cache
             slot_budget.make_room(*added, batch)
         before = self._request

@@ -133,7 +133,7 @@ class Batch:
         """Return an empty KV cache for a sequence; None if the model's forward makes its own."""
         if not self.has_dynamic_cache:
             return None
-        return self._model.greenroom.setup.keys_values.kind.cache(self._model.config)
+        return self._model.greenroom.setup.empty_cache(self._model.config)
 
     def can_batch(self, lengths: Sequence[int]) -> bool:
         """Return whether sequences with these numbers of new tokens can share one pass."""

@@ -119,7 +119,7 @@ def add_tokens(
 
     Returns each layer's keys and values in turn, [heads, tokens, width].
     """
-    setup.keys_values.kind.make_growing(cache, setup.context + 1, setup.cuda)
+    setup.make_growing(cache)
     tensors: list[Tensor] = []
     for i, (keys, values) in enumerate(zip(last[::2], last[1::2], strict=True)):
         layer = cache.layers[i]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.scope import Scope
@@ -11,6 +12,7 @@ from greenroom.core.config.scheduler import NO_OPTIONS, SchedulerConfig
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Copies, Split
 from greenroom.hf.checkpoint.source import ModelSource
+from greenroom.hf.kv.cache import ROOM
 from greenroom.hf.kv.sizes import KVBytes
 
 
@@ -63,3 +65,16 @@ class ModelSetup:
     def approximation(self) -> Approximation | None:
         """Return the rules for approximating missing experts; None if all are exact."""
         return self.config.approximation()
+
+    def empty_cache(self, config: Any) -> Any:
+        """Return an empty KV cache, of the kind that `--kv` names, for a model's decoder."""
+        return self.keys_values.kind.cache(config, self._room, self.cuda)
+
+    def make_growing(self, cache: Any) -> None:
+        """Make a KV cache's plain layers grow in place, quantised if `--kv` says so."""
+        self.keys_values.kind.make_growing(cache, self._room, self.cuda)
+
+    @property
+    def _room(self) -> int:
+        """Return the tokens that a KV cache in host memory reserves address space for."""
+        return max(self.context, ROOM) + 1

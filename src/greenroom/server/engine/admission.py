@@ -171,8 +171,7 @@ class Admission:
             return
         if not takes_over:
             self._reserve(tokens)
-            setup = self._greenroom.setup
-            setup.keys_values.kind.make_growing(sequence.cache, setup.context + 1, setup.cuda)
+            self._greenroom.setup.make_growing(sequence.cache)
             kv.copy_tokens(best.cache, tokens, sequence.cache)
         saved = tuple(each for each in best.saved if each.end <= tokens)
         self._reuse(sequence, best.number, tokens, min(tokens, best.exact), saved)
