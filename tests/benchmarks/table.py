@@ -113,7 +113,7 @@ ROWS = (
         ("context", "slots", "hit ratio", "TPOT ms"), MATPLOTLIB, ("context.md", "context.svg")),
     Row("kv.py", "demo --contexts 64 128 --tokens 4 --rounds 1 --threads 1 --kinds int8",
         ("context", "kind", "KV cache", "TPOT ms", "prompt s"), MATPLOTLIB),
-    Row("kv.py", "demo --memory 1GB --contexts 64 --tokens 4 --rounds 1 --threads 1 --kinds int4",
+    Row("kv.py", "demo --memory 3GB --contexts 64 --tokens 4 --rounds 1 --threads 1 --kinds int4",
         ("context", "kind", "slots", "MB read a token"), MATPLOTLIB),
     Row("overhead.py", "{model} --tokens 4 --repeats 1 --variants off markov",
         ("prefetch", "prediction µs", "bookkeeping µs")),
