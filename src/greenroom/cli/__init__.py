@@ -24,8 +24,8 @@ DESCRIPTION = "Run Mixture-of-Experts language models that are larger than memor
 COMMANDS = {
     name: name.replace("-", "_")
     for name in (
-        "run", "chat", "serve", "pull", "list", "rm", "doctor", "plan", "tune", "bench", "verify",
-        "pack", "models", "simulate", "trace", "view", "train-predictor",
+        "run", "chat", "serve", "batch", "pull", "list", "rm", "doctor", "plan", "tune", "bench",
+        "verify", "pack", "models", "simulate", "trace", "view", "train-predictor",
     )
 } | {"trace": "trace.group"}  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""Batch files in OpenAI's format: requests that are answered without a server."""

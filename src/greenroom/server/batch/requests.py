@@ -1,0 +1,125 @@
+"""Requests of a batch file: each line is checked before the model is loaded.
+
+requests = read_requests(Path("requests.jsonl"), "demo")
+body = requests[0].read(file)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from greenroom.errors import UsageError
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+PROMPTS = ("system", "instructions", "messages", "prompt", "input")  # fields of a body
+SORTED_CHARS = 256  # of a prompt, by which requests are ordered
+ID = "batch_req_"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One request of a batch file, without its body, which stays in the file.
+
+    custom_id: the user's name of the request
+    path:      path of the API
+    digest:    of path and body, as an id
+    offset:    first byte of the line in the file
+    beginning: of the prompt, as JSON
+    """
+
+    custom_id: str
+    path: str
+    digest: str
+    offset: int
+    beginning: str
+
+    def read(self, file: BinaryIO) -> bytes:
+        """Read the request's body as JSON; UsageError if the file has changed."""
+        file.seek(self.offset)
+        try:
+            content = json.loads(file.readline())
+        except ValueError:
+            content = {}
+        if digest_of(content) != self.digest:
+            raise UsageError(f"the request {self.custom_id!r} has changed while the batch ran")
+        return json.dumps(content["body"]).encode()
+
+
+def digest_of(content: Any) -> str:
+    """Return a request's id: a digest of the path and the body of its line."""
+    if not isinstance(content, dict):
+        return ""
+    text = json.dumps([content.get("url"), content.get("body")], sort_keys=True)
+    return ID + hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def read_requests(path: Path, model: str) -> list[BatchRequest]:
+    """Read and check a batch file: one JSON object a line, in OpenAI's format.
+
+    `model` is the name that each request must have. UsageError names the first wrong line.
+    """
+    requests, lines, offset = list[BatchRequest](), dict[str, int](), 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        request = _request(line, offset, model)
+                    except ValueError as error:
+                        raise UsageError(f"{path}, line {number}: {error}") from error
+                    first = lines.setdefault(request.custom_id, number)
+                    if first != number:
+                        raise UsageError(
+                            f"{path}, line {number}: line {first} has the same custom_id"
+                            f" {request.custom_id!r}"
+                        )
+                    requests.append(request)
+                offset += len(line)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if not requests:
+        raise UsageError(f"{path} has no requests")
+    return requests
+
+
+def _request(line: bytes, offset: int, model: str) -> BatchRequest:
+    """Make a request of a line; ValueError says what is wrong with the line."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("not a JSON object") from error
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")
+    name, body = content.get("custom_id"), content.get("body")
+    if not isinstance(name, str) or not name:
+        raise ValueError("custom_id must be a text")
+    if content.get("method", "POST") != "POST":
+        raise ValueError(f"method must be POST, got {content['method']!r}")
+    if content.get("url") not in PATHS:
+        raise ValueError(f"url must be one of {', '.join(PATHS)}, got {content.get('url')!r}")
+    if not isinstance(body, dict):
+        raise ValueError("body must be an object")
+    if body.get("stream"):
+        raise ValueError("a batch has no streams: leave out stream")
+    if body.get("model") != model:
+        raise ValueError(
+            f"the model is {body.get('model')!r}, but {model!r} answers: give"
+            f" --model-name {body.get('model')}"
+            if isinstance(body.get("model"), str)
+            else "model must be a text"
+        )
+    prompt = json.dumps([body.get(each) for each in PROMPTS])
+    return BatchRequest(name, content["url"], digest_of(content), offset, prompt[:SORTED_CHARS])
+
+
+def order_by_prompt(requests: Sequence[BatchRequest]) -> list[BatchRequest]:
+    """Order requests so that those with alike prompts are answered at the same time.
+
+    A common beginning is computed once, and alike prompts need more of the same experts.
+    """
+    return sorted(requests, key=lambda each: (each.path, each.beginning))

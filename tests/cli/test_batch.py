@@ -1,0 +1,96 @@
+"""`greenroom batch` as its user sees it: answers, a second run, a killed process."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Run, start
+from tests.server.batch.conftest import line_of, lines_of, write
+
+CACHE = ("--cache", "25%", "--context", 128)
+
+
+def requests(folder: Path, count: int, tokens: int = 4, **body: Any) -> Path:
+    lines = []
+    for number in range(count):
+        line = line_of(f"r{number}", url="/v1/completions")
+        line["body"] = {"model": "demo", "prompt": f"Once {number}", "max_tokens": tokens} | body
+        lines.append(line)
+    return write(folder / "in.jsonl", lines)
+
+
+def test_a_batch_is_answered_once(cli: Run, tmp_path: Path) -> None:
+    source, out = requests(tmp_path, 5, temperature=0), tmp_path / "out.jsonl"
+    command = ("batch", "demo", source, "-o", out, *CACHE)
+    first = cli(*command)
+    assert first.code == 0, first.err
+    assert first.out.startswith(f"5 of 5 requests have answers in {out}; ")
+    assert "tokens/s\n" in first.out
+    texts = {
+        each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in lines_of(out)
+    }
+    assert set(texts) == {f"r{number}" for number in range(5)}
+    written = out.read_bytes()
+    second = cli(*command)
+    assert second.out == f"all 5 requests have their answers in {out}\n"
+    assert second.err == ""
+    out.write_bytes(b"".join(written.splitlines(keepends=True)[:2]) + b'{"torn')
+    third = cli(*command, "--order", "file", "--max-batch", 1, "--batch-invariant")
+    assert third.code == 0
+    assert "(2 from before)" in third.out
+    assert len(lines_of(out)) == 5
+
+
+def test_mistakes_are_named_before_the_model_is_loaded(cli: Run, tmp_path: Path) -> None:
+    source, out = requests(tmp_path, 1, stream=True), tmp_path / "out.jsonl"
+    assert "leave out stream" in cli("batch", "demo", source, "-o", out).mistake
+    source = requests(tmp_path, 1)
+    assert "has the requests" in cli("batch", "demo", source, "-o", source).mistake
+    assert (
+        "--model-name demo" in cli("batch", "demo", source, "-o", out, "--model-name", "x").mistake
+    )
+    assert "cannot be read" in cli("batch", "demo", tmp_path / "no", "-o", out).mistake
+    assert (
+        "--max-batch must be at least 1"
+        in cli("batch", "demo", source, "-o", out, "--max-batch", 0).mistake
+    )
+    assert not out.exists()
+
+
+def test_refused_requests_are_counted(cli: Run, tmp_path: Path) -> None:
+    source, out = requests(tmp_path, 2, temperature="hot"), tmp_path / "out.jsonl"
+    ran = cli("batch", "demo", source, "-o", out, *CACHE)
+    assert ran.code == 0
+    assert "2 of them were refused" in ran.out
+
+
+@pytest.mark.process
+def test_a_killed_batch_goes_on_where_it_was(tmp_path: Path) -> None:
+    source, out = requests(tmp_path, 60, tokens=24), tmp_path / "out.jsonl"
+    command = ("batch", "demo", source, "-o", out, *CACHE, "--max-batch", 4)
+    before: list[dict[str, Any]] = []
+    for wanted in (3, 20):
+        process = start(*command)
+        until = time.monotonic() + 100
+        while not out.exists() or out.read_bytes().count(b"\n") < wanted:
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        process.kill()
+        process.communicate()
+        complete = out.read_text().rpartition("\n")[0].splitlines()
+        lines = [json.loads(each) for each in complete]
+        assert lines[: len(before)] == before
+        before = lines
+    process = start(*command)
+    printed, _ = process.communicate(timeout=100)
+    assert process.returncode == 0
+    assert f"({len(before)} from before)" in printed
+    lines = lines_of(out)
+    assert lines[: len(before)] == before
+    assert sorted(each["custom_id"] for each in lines) == sorted(f"r{n}" for n in range(60))
