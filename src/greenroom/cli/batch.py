@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from greenroom.server.batch.requests import BatchRequest
     from greenroom.server.batch.results import Results
 
-BATCH = 16  # answers at the same time
+BATCH = 64  # answers at the same time
+CHUNK = 512  # nobody waits for a first token, so prompts are computed in large chunks
 OPTIONS = (
     "model_name", "max_batch", "max_tokens", "speculate", "batch_invariant", "kv_memory",
     "prefix_share", "no_prefix_reuse", "prefill_chunk",
@@ -48,9 +49,13 @@ def add_to(parser: Parser) -> None:
     )  # fmt: skip
     add_options(
         parser, ServeConfig, "batch", OPTIONS,
-        {"max_batch": f"requests that are answered at the same time (default: {BATCH})"},
+        {
+            "max_batch": f"most requests that are answered at the same time (default: {BATCH})",
+            "prefill_chunk": "prompt tokens that one forward pass computes while other answers are"
+            f" generated (default: {CHUNK})",
+        },
     )  # fmt: skip
-    parser.set_defaults(max_batch=BATCH)
+    parser.set_defaults(max_batch=BATCH, prefill_chunk=CHUNK)
     add_verbose(parser)
     add_options(parser, LoadConfig)
     parser.show("out", "order")

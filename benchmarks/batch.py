@@ -1,0 +1,152 @@
+"""Throughput of `greenroom batch`: by the number of answers at a time, and by their order.
+
+    python benchmarks/batch.py bench-data/moe1.7b-zipf0.7 [--cache 50%] [--at-once 8 64]
+    python benchmarks/batch.py demo --cache 50% --orders file prompt --no-prefix-reuse
+
+A batch has --requests prompts of random tokens, of --kinds kinds that come in turns: prompts of a
+kind have their first half in common. The first number of --at-once with the first order is the row
+that others are compared with: 8 are the streams of a server. Rows come in turns, each with an
+engine of its own, whose slots are filled by the first answers; times are without loading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+# isort: off
+import greenroom  # before torch: it sets how OpenMP's threads wait
+
+import numpy as np
+
+# isort: on
+from common import commit, machine, note, show_ratio, table
+
+from greenroom.cli.batch import CHUNK, FOREVER_S
+from greenroom.config import LoadConfig, ServeConfig
+from greenroom.server.batch.requests import order_by_prompt, read_requests
+from greenroom.server.batch.results import Results
+from greenroom.server.batch.run import BatchRun, Tally
+from greenroom.server.chat.local import wait_until_loaded
+from greenroom.server.engine.start import start
+from greenroom.server.http.service import Service
+
+NAME = "bench"
+COLUMNS = (
+    "answers at a time", "order", "tokens/s", "beside the first", "MB read a token",
+    "experts a pass", "reused tokens of prompts",
+)  # fmt: skip
+
+
+def write_batch(path: Path, args: argparse.Namespace) -> None:
+    """Write a batch file of completions, whose kinds come in turns."""
+    random = Random(0)
+
+    def ids(count: int) -> list[int]:
+        return [random.randrange(args.least_id, args.vocabulary) for _ in range(count)]
+
+    common = [ids(args.prompt // 2) for _ in range(args.kinds)]
+    lines = []
+    for number in range(args.requests):
+        first = common[number % args.kinds]
+        body = {"model": NAME, "prompt": first + ids(args.prompt - len(first)),
+                "max_tokens": args.tokens, "temperature": 0}  # fmt: skip
+        lines.append({
+            "custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body
+        })  # fmt: skip
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+
+
+def run(source: Path, width: int, order: str, args: argparse.Namespace) -> dict[str, float]:
+    """Answer the batch; return tokens/s and what the expert cache did."""
+    config = ServeConfig(
+        max_batch=width, max_queue=width, timeout=FOREVER_S, no_page=True, prefill_chunk=CHUNK,
+        no_prefix_reuse=args.no_prefix_reuse,
+    )  # fmt: skip
+    load = LoadConfig(cache=args.cache, context=2 * (args.prompt + args.tokens))
+    engine, tally = start(args.model, load, config), Tally()
+    service = Service(engine, config, NAME, log=tally)
+    requests = read_requests(source, NAME)
+    if order == "prompt":
+        requests = order_by_prompt(requests)
+    try:
+        wait_until_loaded(engine, lambda share: None)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Results(Path(folder) / "out.jsonl", requests) as results,
+        ):
+            batch = BatchRun(service, results, lambda: None)
+            begin = time.perf_counter()
+            asyncio.run(batch.run(source, requests))
+            seconds = time.perf_counter() - begin
+        if batch.refused or batch.failed:
+            raise SystemExit(f"{batch.refused} refused, {batch.failed[:1]}")
+        stats: Any = engine.stats()
+    finally:
+        engine.stop(0.0)
+        service.close()
+    return {
+        "tokens_per_s": tally.new_tokens / seconds,
+        "read": stats["experts"]["bytes_read"] / tally.new_tokens,
+        "requests": stats["experts"]["requests"] / max(1, stats["passes"]["count"]),
+        "reused": tally.reused_tokens / max(1, tally.prompt_tokens),
+    }
+
+
+def rows_of(results: dict[tuple[int, str], list[dict[str, float]]]) -> list[Sequence[Any]]:
+    first = next(iter(results.values()))
+    rows = []
+    for (width, order), runs in results.items():
+        pairs = [
+            (a["tokens_per_s"], b["tokens_per_s"]) for a, b in zip(runs, first, strict=True)
+        ]  # fmt: skip
+
+        def median(name: str, runs: list[dict[str, float]] = runs) -> float:
+            return float(np.median([each[name] for each in runs]))
+
+        rows.append((
+            width, order, f"{median('tokens_per_s'):.1f}",
+            "" if runs is first else show_ratio(pairs), f"{median('read') / 1e6:.1f}",
+            f"{median('requests'):.0f}", f"{median('reused'):.0%}",
+        ))  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="a model, as for greenroom batch")
+    parser.add_argument("--cache", default="50%", help="size of the expert cache")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[8, 64], metavar="N")
+    parser.add_argument("--orders", nargs="+", default=["file"], choices=("file", "prompt"))
+    parser.add_argument("--requests", type=int, default=128, metavar="N")
+    parser.add_argument("--kinds", type=int, default=8, metavar="N", help="of prompts")
+    parser.add_argument("--prompt", type=int, default=32, metavar="N", help="tokens")
+    parser.add_argument("--tokens", type=int, default=32, metavar="N", help="of an answer")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument("--no-prefix-reuse", action="store_true")
+    parser.add_argument("--least-id", type=int, default=5, metavar="N", help="of a token")
+    parser.add_argument("--vocabulary", type=int, default=390, metavar="N", help="ids are below")
+    args = parser.parse_args()
+    rows = [(width, order) for width in args.at_once for order in args.orders]
+    results: dict[tuple[int, str], list[dict[str, float]]] = {row: [] for row in rows}
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "in.jsonl"
+        write_batch(source, args)
+        for number in range(args.rounds):
+            for row in rows if number % 2 == 0 else rows[::-1]:
+                results[row].append(run(source, *row, args))
+            note(f"round {number + 1} of {args.rounds}")
+    print(f"commit {commit()}; {machine()}; greenroom {greenroom.__version__}\n")
+    print(f"{args.model}, {args.requests} requests, slots for {args.cache} of the experts\n")
+    print(table(COLUMNS, rows_of(results)))
+
+
+if __name__ == "__main__":
+    main()
