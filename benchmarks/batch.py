@@ -1,12 +1,13 @@
 """Throughput of `greenroom batch`: by the number of answers at a time, and by their order.
 
     python benchmarks/batch.py bench-data/moe1.7b-zipf0.7 [--cache 50%] [--at-once 8 64]
-    python benchmarks/batch.py demo --cache 50% --orders file prompt --no-prefix-reuse
+    python benchmarks/batch.py demo --kinds 32 --prompt 256 --tokens 16 --orders turns sorted
 
-A batch has --requests prompts of random tokens, of --kinds kinds that come in turns: prompts of a
-kind have their first half in common. The first number of --at-once with the first order is the row
-that others are compared with: 8 are the streams of a server. Rows come in turns, each with an
-engine of its own, whose slots are filled by the first answers; times are without loading.
+A batch has --requests prompts of random tokens, of --kinds kinds, which come in turns or sorted:
+prompts of a kind have their first half in common. The first number of --at-once with the first
+order is the row that others are compared with: 8 are the streams of a server. Rows come in turns,
+each with an engine of its own, whose slots are filled by the first answers; times are without
+loading.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from common import commit, machine, note, show_ratio, table
 
 from greenroom.cli.batch import CHUNK, FOREVER_S
 from greenroom.config import LoadConfig, ServeConfig
-from greenroom.server.batch.requests import order_by_prompt, read_requests
+from greenroom.server.batch.requests import read_requests
 from greenroom.server.batch.results import Results
 from greenroom.server.batch.run import BatchRun, Tally
 from greenroom.server.chat.local import wait_until_loaded
@@ -45,8 +46,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def write_batch(path: Path, args: argparse.Namespace) -> None:
-    """Write a batch file of completions, whose kinds come in turns."""
+def write_batch(path: Path, order: str, args: argparse.Namespace) -> None:
+    """Write a batch file of completions, whose kinds come in turns or sorted."""
     random = Random(0)
 
     def ids(count: int) -> list[int]:
@@ -61,10 +62,12 @@ def write_batch(path: Path, args: argparse.Namespace) -> None:
         lines.append({
             "custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body
         })  # fmt: skip
+    if order == "sorted":
+        lines.sort(key=lambda line: int(line["custom_id"]) % args.kinds)
     path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
 
 
-def run(source: Path, width: int, order: str, args: argparse.Namespace) -> dict[str, float]:
+def run(source: Path, width: int, args: argparse.Namespace) -> dict[str, float]:
     """Answer the batch; return tokens/s and what the expert cache did."""
     config = ServeConfig(
         max_batch=width, max_queue=width, timeout=FOREVER_S, no_page=True, prefill_chunk=CHUNK,
@@ -74,8 +77,6 @@ def run(source: Path, width: int, order: str, args: argparse.Namespace) -> dict[
     engine, tally = start(args.model, load, config), Tally()
     service = Service(engine, config, NAME, log=tally)
     requests = read_requests(source, NAME)
-    if order == "prompt":
-        requests = order_by_prompt(requests)
     try:
         wait_until_loaded(engine, lambda share: None)
         with (
@@ -124,7 +125,7 @@ def main() -> None:
     parser.add_argument("model", help="a model, as for greenroom batch")
     parser.add_argument("--cache", default="50%", help="size of the expert cache")
     parser.add_argument("--at-once", type=int, nargs="+", default=[8, 64], metavar="N")
-    parser.add_argument("--orders", nargs="+", default=["file"], choices=("file", "prompt"))
+    parser.add_argument("--orders", nargs="+", default=["turns"], choices=("turns", "sorted"))
     parser.add_argument("--requests", type=int, default=128, metavar="N")
     parser.add_argument("--kinds", type=int, default=8, metavar="N", help="of prompts")
     parser.add_argument("--prompt", type=int, default=32, metavar="N", help="tokens")
@@ -137,11 +138,12 @@ def main() -> None:
     rows = [(width, order) for width in args.at_once for order in args.orders]
     results: dict[tuple[int, str], list[dict[str, float]]] = {row: [] for row in rows}
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "in.jsonl"
-        write_batch(source, args)
+        sources = {order: Path(folder) / f"{order}.jsonl" for order in args.orders}
+        for order, path in sources.items():
+            write_batch(path, order, args)
         for number in range(args.rounds):
             for row in rows if number % 2 == 0 else rows[::-1]:
-                results[row].append(run(source, *row, args))
+                results[row].append(run(sources[row[1]], row[0], args))
             note(f"round {number + 1} of {args.rounds}")
     print(f"commit {commit()}; {machine()}; greenroom {greenroom.__version__}\n")
     print(f"{args.model}, {args.requests} requests, slots for {args.cache} of the experts\n")

@@ -104,6 +104,8 @@ ROWS = (
     Row("bf12.py",
         "{model} --pack {out}/bf12 --shares 50 --rounds 1 --prompt 8 --tokens 4 --fill 1",
         ("slots", "bf16, tokens/s", "bf12", "ratio")),
+    Row("batch.py", "demo --requests 4 --tokens 4 --prompt 8 --rounds 1 --orders turns sorted",
+        ("answers at a time", "tokens/s", "MB read a token")),
     Row("bf12.py", "demo --types", ("entropy coder", "codes of 4 bits")),
     Row("pack.py", "{model} --out {out} --kinds int8", ("experts", "packing, s", "floor, s")),
     Row("pressure.py", "demo --cache 100% --limit 1.6GB --take 0.9 --seconds 1 --threads 1"

@@ -42,11 +42,6 @@ def add_to(parser: Parser) -> None:
         "-o", "--out", metavar="FILE", type=Path, required=True,
         help="answers, one JSON object a line; if the file exists, only missing ones are computed",
     )  # fmt: skip
-    parser.add_argument(
-        "--order", choices=("prompt", "file"), default="prompt",
-        help="answer requests with alike prompts together, which share experts and computed"
-        " beginnings, or in the order of FILE (default: prompt)",
-    )  # fmt: skip
     add_options(
         parser, ServeConfig, "batch", OPTIONS,
         {
@@ -58,7 +53,7 @@ def add_to(parser: Parser) -> None:
     parser.set_defaults(max_batch=BATCH, prefill_chunk=CHUNK)
     add_verbose(parser)
     add_options(parser, LoadConfig)
-    parser.show("out", "order")
+    parser.show("out")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -67,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
     need_extra("batch")
     name = config.model_name or name_of(args.model)
 
-    from greenroom.server.batch.requests import order_by_prompt, read_requests
+    from greenroom.server.batch.requests import read_requests
     from greenroom.server.batch.results import Results
 
     if args.out.exists() and args.file.exists() and args.out.samefile(args.file):
@@ -78,8 +73,6 @@ def main(args: argparse.Namespace) -> None:
         if before == len(requests):
             print(f"all {before:,} requests have their answers in {args.out}")
             return
-        if args.order == "prompt":
-            requests = order_by_prompt(requests)
         config = replace(config, max_queue=config.max_batch, timeout=FOREVER_S, no_page=True)
         _answer(args, load, config, name, requests, results)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from greenroom.errors import UsageError
-from greenroom.server.batch.requests import digest_of, order_by_prompt, read_requests
+from greenroom.server.batch.requests import digest_of, read_requests
 from tests.server.batch.conftest import MODEL, line_of, write
 
 BODY = line_of("a")["body"]
@@ -81,17 +81,3 @@ def test_an_id_depends_on_path_and_body_alone() -> None:
     assert first != digest_of(line_of("a", body=BODY | {"max_tokens": 5}))
     assert first != digest_of(line_of("a", url="/v1/completions"))
     assert digest_of([]) == ""
-
-
-def test_alike_prompts_are_neighbours(tmp_path: Path) -> None:
-    def asked(name: str, system: str, url: str = "/v1/chat/completions") -> dict[str, Any]:
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": name}]
-        return line_of(name, url=url, body=BODY | {"messages": messages})
-
-    lines = [asked("1", "B"), asked("2", "A"), asked("3", "B"), asked("4", "A", "/v1/responses")]
-    path = write(tmp_path / "requests.jsonl", lines)
-    ordered = order_by_prompt(read_requests(path, MODEL))
-    assert [each.custom_id for each in ordered] == ["2", "1", "3", "4"]
-    same = [line_of(str(number), body=BODY) for number in range(5)]
-    ordered = order_by_prompt(read_requests(write(path, same), MODEL))
-    assert [each.custom_id for each in ordered] == list("01234")

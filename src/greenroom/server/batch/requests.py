@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,8 +15,6 @@ from typing import Any, BinaryIO
 from greenroom.errors import UsageError
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-PROMPTS = ("system", "instructions", "messages", "prompt", "input")  # fields of a body
-SORTED_CHARS = 256  # of a prompt, by which requests are ordered
 ID = "batch_req_"
 
 
@@ -29,14 +26,12 @@ class BatchRequest:
     path:      path of the API
     digest:    of path and body, as an id
     offset:    first byte of the line in the file
-    beginning: of the prompt, as JSON
     """
 
     custom_id: str
     path: str
     digest: str
     offset: int
-    beginning: str
 
     def read(self, file: BinaryIO) -> bytes:
         """Read the request's body as JSON; UsageError if the file has changed."""
@@ -113,13 +108,4 @@ def _request(line: bytes, offset: int, model: str) -> BatchRequest:
             if isinstance(body.get("model"), str)
             else "model must be a text"
         )
-    prompt = json.dumps([body.get(each) for each in PROMPTS])
-    return BatchRequest(name, content["url"], digest_of(content), offset, prompt[:SORTED_CHARS])
-
-
-def order_by_prompt(requests: Sequence[BatchRequest]) -> list[BatchRequest]:
-    """Order requests so that those with alike prompts are answered at the same time.
-
-    A common beginning is computed once, and alike prompts need more of the same experts.
-    """
-    return sorted(requests, key=lambda each: (each.path, each.beginning))
+    return BatchRequest(name, content["url"], digest_of(content), offset)
