@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from greenroom.cli.serve import name_of, need_extra
 from greenroom.cli.terminal.progress import Progress, collect_garbage, model_progress, quiet
 from greenroom.config import LoadConfig, ServeConfig
 from greenroom.errors import GreenroomError, UsageError
+from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.server.batch.requests import BatchRequest
@@ -59,6 +59,7 @@ def add_to(parser: Parser) -> None:
 def main(args: argparse.Namespace) -> None:
     load, config = take(args, LoadConfig), take(args, ServeConfig)
     check_early(load)
+    check_name(args.model)
     need_extra("batch")
     name = config.model_name or name_of(args.model)
 
@@ -86,6 +87,8 @@ def _answer(
     results: Results,
 ) -> None:
     """Load the model, answer the requests that have no result, and print what was done."""
+    import asyncio
+
     from greenroom.server.batch.run import BatchRun, Tally
     from greenroom.server.chat.local import wait_until_loaded
     from greenroom.server.engine.start import start

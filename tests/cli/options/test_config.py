@@ -15,6 +15,7 @@ from greenroom.trace import save
 from greenroom.trace.synth import zipf
 from tests.cli.conftest import Run
 from tests.gguf_architectures import FOLDER
+from tests.server.batch.conftest import line_of, write
 
 # Commands with a MODEL that they do not open: downloads, names and removal.
 CLOSED = {("pull",), ("list",), ("rm",)}
@@ -22,6 +23,7 @@ CLOSED = {("pull",), ("list",), ("rm",)}
 NEEDED: dict[tuple[str, ...], list[str]] = {
     ("run",): ["hello"],
     ("serve",): ["--port", "0"],
+    ("batch",): ["{}/requests.jsonl", "--out", "{}/answers.jsonl"],
     ("plan",): ["--memory", "8GiB"],
     ("pack",): ["--out", "{}/pack", "--experts", "int8"],
     ("trace", "record"): ["--out", "{}/trace", "--prompts", "{}/prompts.txt"],
@@ -70,6 +72,9 @@ def test_the_option_reaches_the_model(
     """The file has no config of its own, so a command that dropped the option would say so."""
     shutil.copy(FOLDER / "deepseek_v3" / "model.gguf", tmp_path / "model.gguf")
     (tmp_path / "prompts.txt").write_text("hello\n")
+    line = line_of("a")
+    line["body"]["model"] = "model"
+    write(tmp_path / "requests.jsonl", [line])
     save(zipf(ZipfConfig(layers=2, experts=4, top_k=2, tokens=9)), tmp_path / "zipf.trace")
     wrong = tmp_path / "wrong.json"
     wrong.write_text('{"model_type": "olmoe"}')
