@@ -10,7 +10,13 @@ from starlette.responses import JSONResponse, Response
 
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.api.chat import Tool
-from greenroom.server.api.ollama.params import NoImages, OllamaRequest
+from greenroom.server.api.ollama.params import (
+    NoContext,
+    NoImages,
+    NoSuffix,
+    NoTemplate,
+    OllamaRequest,
+)
 from greenroom.server.api.ollama.responses import (
     LineBuilder,
     OllamaChatBuilder,
@@ -139,9 +145,9 @@ class OllamaGenerateRequest(OllamaRequest):
     raw: bool | None = None
     images: NoImages | None = None
     # Supported only with their neutral values:
-    suffix: Literal[""] | None = None
-    template: Literal[""] | None = None
-    context: Annotated[list[int], Field(max_length=0)] | None = None
+    suffix: NoSuffix | None = None
+    template: NoTemplate | None = None
+    context: NoContext | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> OllamaGenerateRequest:

@@ -51,10 +51,15 @@ def _think(value: Any) -> Any:
     raise ValueError("think must be true, false, low, medium or high")
 
 
-def _no_images(value: Any) -> Any:
-    if value:
-        raise ValueError("images are not supported: this server takes text only")
-    return value
+def _empty(why: str) -> BeforeValidator:
+    """Make a validator that accepts an empty value only; `why` is the error message."""
+
+    def check(value: Any) -> Any:
+        if value:
+            raise ValueError(why)
+        return value
+
+    return BeforeValidator(check)
 
 
 KeepAlive = Annotated[
@@ -68,7 +73,22 @@ Format = Annotated[
 ]
 Think = Annotated[bool | str, PlainValidator(_think, json_schema_input_type=bool | EFFORTS)]
 NoImages = Annotated[
-    list[str], BeforeValidator(_no_images), WithJsonSchema({"type": "array", "maxItems": 0})
+    list[str],
+    _empty("images are not supported: this server takes text only"),
+    Field(max_length=0),
+]
+NoContext = Annotated[
+    list[int],
+    _empty("context is not supported: send the conversation to /api/chat"),
+    Field(max_length=0),
+]
+NoTemplate = Annotated[
+    str,
+    _empty("template is not supported: the model's own is used, or none with raw"),
+    Field(max_length=0),
+]
+NoSuffix = Annotated[
+    str, _empty("suffix is not supported: text is continued at its end"), Field(max_length=0)
 ]
 
 
