@@ -1,4 +1,4 @@
-"""Ollama's descriptions of models, of which the server has one, and refusals of all other work."""
+"""Ollama's descriptions of the served model, and refusals of work on other models."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from greenroom.errors import TooLong
 from greenroom.hf.text.dialogue import Dialogue
@@ -64,8 +64,7 @@ def _empty(why: str) -> BeforeValidator:
 
 KeepAlive = Annotated[
     float | str,
-    PlainValidator(_keep_alive),
-    WithJsonSchema({"enum": ["5m", "1h30m", 300, -1]}),
+    PlainValidator(_keep_alive, json_schema_input_type=float | str),
 ]
 Format = Annotated[
     str | dict[str, Any],
