@@ -220,6 +220,7 @@ def test_the_model_stays_loaded_as_asked(running: Running, keep_alive: Any) -> N
         ("chat", {"truncate": True}, "truncate"),
         ("chat", {"other": 1}, "other"),
         ("chat", {"options": {"mirostat": 2}}, "options.mirostat"),
+        ("chat", {"options": {"mirostat": False}}, "options.mirostat"),
         ("chat", {"options": {"typical_p": 0.5}}, "options.typical_p"),
         ("chat", {"options": {"repeat_last_n": 64}}, "options.repeat_last_n"),
         ("chat", {"options": {"num_predict": 0}}, "options: num_predict"),

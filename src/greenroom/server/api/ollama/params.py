@@ -109,7 +109,7 @@ class OllamaOptions(StrictModel):
     repeat_last_n: Literal[-1] | None = None
     typical_p: One | None = None
     tfs_z: One | None = None
-    mirostat: Literal[0] | None = None
+    mirostat: Annotated[int, Field(ge=0, le=0)] | None = None
     penalize_newline: Literal[True] | None = None
     # Without effect on an answer here:
     mirostat_tau: float | None = None
