@@ -83,6 +83,7 @@ def test_the_clients_curl_and_a_signal_against_the_demo_model() -> None:
         response = by_openai.responses.create(model="demo", input="Hello", max_output_tokens=4)
         assert response.usage is not None
         _check_ollama(url, text)
+        _check_tools(by_openai)
         form: Any = {"type": "json_object"}
         made = by_openai.chat.completions.create(
             model="demo", messages=ASKED, response_format=form, max_tokens=60, seed=1
@@ -103,6 +104,29 @@ def test_the_clients_curl_and_a_signal_against_the_demo_model() -> None:
         assert len(posts) >= 5
         assert all(line["status"] == 200 for line in posts)
         assert all(line["hit_ratio"] is not None for line in answered)
+
+
+def _check_tools(by_openai: openai.OpenAI) -> None:
+    """Forced tool calls of the demo model are valid, and their results are rendered."""
+    parameters = {
+        "type": "object",
+        "properties": {"place": {"enum": ["here", "there"]}},
+        "required": ["place"],
+        "additionalProperties": False,
+    }
+    tool: Any = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    options: Any = {"model": "demo", "tools": [tool], "max_tokens": 60, "temperature": 0}
+    named: Any = {"type": "function", "function": {"name": "look"}}
+    for choice in ("required", named):
+        made = by_openai.chat.completions.create(messages=ASKED, tool_choice=choice, **options)
+        assert made.choices[0].finish_reason == "tool_calls"
+        message: Any = made.choices[0].message
+        assert [call.function.name for call in message.tool_calls] == ["look"]
+        assert json.loads(message.tool_calls[0].function.arguments)["place"] in ("here", "there")
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "a wall"}
+    history: Any = [*ASKED, message.model_dump(exclude_none=True), result]
+    answered = by_openai.chat.completions.create(messages=history, tool_choice="none", **options)
+    assert answered.choices[0].message.content
 
 
 def _check_ollama(url: str, text: str) -> None:
