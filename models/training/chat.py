@@ -14,13 +14,47 @@ BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = [BEGIN, END, PAD, SYSTEM, USER, ASSISTANT]
 
+# Tools, calls and their results were not trained: they serve to try a server's grammar of calls.
+# Without them, a prompt is `<|role|>content<|end|>` for each message.
 TEMPLATE = (
     "{{ bos_token }}"
+    "{% if tools %}"
+    "{{ '<|system|>' }}"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\\n\\n' }}{% endif %}"
+    "{{ 'Tools:\\n' }}"
+    "{% for tool in tools %}{{ (tool['function'] | tojson) + '\\n' }}{% endfor %}"
+    '{{ \'To call one, write <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call><|end|>\' }}'
+    "{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% if tools and loop.first and message['role'] == 'system' %}"
+    "{% elif message['role'] == 'tool' %}"
+    "{{ '<|user|><tool_response>' + message['content'] + '</tool_response><|end|>' }}"
+    "{% else %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>{\"name\": ' + (call['function']['name'] | tojson) + ', \"arguments\": '"
+    " + (call['function']['arguments'] | tojson) + '}</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+# The form of an answer, for transformers' response parser.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ASSISTANT,
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": END, "content": "text"},
+    },
+}
 
 Document = tuple[str, str]
 Turns = list[str]  # user, assistant, user, assistant, ...

@@ -68,6 +68,7 @@ def build(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = chat.TEMPLATE
+    fast.response_template = chat.RESPONSE_TEMPLATE
     return fast
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import anthropic
 import httpx2
+import ollama
 import openai
 import pytest
 
@@ -81,6 +82,8 @@ def test_the_clients_curl_and_a_signal_against_the_demo_model() -> None:
         assert message.content[0].text == text  # type: ignore[union-attr]
         response = by_openai.responses.create(model="demo", input="Hello", max_output_tokens=4)
         assert response.usage is not None
+        _check_ollama(url, text)
+        _check_tools(by_openai)
         form: Any = {"type": "json_object"}
         made = by_openai.chat.completions.create(
             model="demo", messages=ASKED, response_format=form, max_tokens=60, seed=1
@@ -97,9 +100,57 @@ def test_the_clients_curl_and_a_signal_against_the_demo_model() -> None:
         assert process.stderr is not None
         rest = [json.loads(line) for line in process.stderr.read().splitlines()]
         posts = [line for line in rest if line.get("method") == "POST"]
+        answered = [line for line in posts if line["path"] != "/api/show"]
         assert len(posts) >= 5
         assert all(line["status"] == 200 for line in posts)
-        assert all(line["hit_ratio"] is not None for line in posts)
+        assert all(line["hit_ratio"] is not None for line in answered)
+
+
+def _check_tools(by_openai: openai.OpenAI) -> None:
+    """Forced tool calls of the demo model are valid, and their results are rendered."""
+    parameters = {
+        "type": "object",
+        "properties": {"place": {"enum": ["here", "there"]}},
+        "required": ["place"],
+        "additionalProperties": False,
+    }
+    tool: Any = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    options: Any = {"model": "demo", "tools": [tool], "max_tokens": 60, "temperature": 0}
+    named: Any = {"type": "function", "function": {"name": "look"}}
+    for choice in ("required", named):
+        made = by_openai.chat.completions.create(messages=ASKED, tool_choice=choice, **options)
+        assert made.choices[0].finish_reason == "tool_calls"
+        message: Any = made.choices[0].message
+        assert [call.function.name for call in message.tool_calls] == ["look"]
+        assert json.loads(message.tool_calls[0].function.arguments)["place"] in ("here", "there")
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "a wall"}
+    history: Any = [*ASKED, message.model_dump(exclude_none=True), result]
+    answered = by_openai.chat.completions.create(messages=history, tool_choice="none", **options)
+    assert answered.choices[0].message.content
+
+
+def _check_ollama(url: str, text: str) -> None:
+    """The demo model by Ollama's package: the same answer, and facts about the model."""
+    by_ollama = ollama.Client(host=url)
+    options = {"num_predict": 12, "temperature": 0}
+    complete = by_ollama.chat("demo", ASKED, options=options)
+    assert complete.message.content == text
+    assert complete.total_duration >= complete.prompt_eval_duration + complete.eval_duration > 0
+    lines = by_ollama.generate("demo", "Hello", options=options, stream=True)
+    assert "".join(line.response or "" for line in lines) == text
+    made = by_ollama.generate("demo", "Hello", format="json", options={**options, "seed": 1})
+    assert made.response.startswith("{")
+    listed, ran = by_ollama.list().models[0], by_ollama.ps().models[0]
+    assert (listed.model, listed.details.parameter_size) == ("demo", "9.4M")
+    assert (listed.details.format, listed.details.family) == ("safetensors", "qwen3_moe")
+    assert listed.size == 2 * 9_383_072
+    assert len(listed.digest) == 64
+    assert ran.context_length == 256
+    assert (ran.size > listed.size, ran.size_vram) == (True, 0)
+    assert ran.expires_at.year > 2900
+    shown = by_ollama.show("demo").modelinfo
+    assert shown["general.parameter_count"] == 9_383_072
+    assert (shown["qwen3_moe.context_length"], shown["qwen3_moe.expert_count"]) == (256, 32)
 
 
 @pytest.mark.slow

@@ -23,14 +23,22 @@ from tests.server.fakes import FakeEngine
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 NAME = "tiny"
+# The demo model's template as it was trained, without tools.
+PLAIN = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 
 @cache
 def demo_tokenizer() -> Any:
-    """The demo model's tokenizer: byte-level, with a plain chat template."""
+    """The demo model's tokenizer: byte-level, with a chat template that knows no tools."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(DEMO)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template, tokenizer.response_template = PLAIN, None
+    return tokenizer
 
 
 @cache
@@ -39,6 +47,7 @@ def thinker_tokenizer() -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.response_template = None
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]}
     )

@@ -145,8 +145,8 @@ def test_unsupported_tool_choices_are_errors(serve: Serve) -> None:
 
 
 def test_unparseable_arguments_are_passed_as_text() -> None:
-    from greenroom.server.api.messages import _input
+    from greenroom.server.api.shared.conversation import call_arguments
 
-    assert _input('{"a": 1}') == {"a": 1}
+    assert call_arguments('{"a": 1}') == {"a": 1}
     for text in ("[" * 200_000, '{"a": ', "[1]"):
-        assert _input(text) == {"arguments": [1] if text == "[1]" else text}
+        assert call_arguments(text) == {"arguments": [1] if text == "[1]" else text}

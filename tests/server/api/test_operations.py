@@ -29,6 +29,7 @@ PATHS: dict[str, Any] = {
     "/v1/completions": {"model": NAME, "prompt": "Hello", "max_tokens": 1000},
     "/v1/responses": {"model": NAME, "input": "Hello"},
     "/v1/messages": {**CHAT, "max_tokens": 1000},
+    "/api/chat": CHAT,
 }
 STATS: dict[str, Any] = {
     "state": {"name": "ready", "progress": 1.0, "why": "/secret"},
@@ -262,7 +263,7 @@ class TestTheEnd:
 
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses",
-                                      "/v1/messages"])  # fmt: skip
+                                      "/v1/messages", "/api/chat"])  # fmt: skip
     def test_longer_answers_end_with_their_text_so_far(
         self, serve: Serve, path: str, stream: bool
     ) -> None:
@@ -271,7 +272,11 @@ class TestTheEnd:
         response = self._stopped(running, path, body, lambda ticket: ticket.sent_tokens > 5)
         assert response.status_code == 200
         assert "word" in response.text
-        cut = {"/v1/responses": '"reason":"max_output_tokens"', "/v1/messages": '"max_tokens"'}
+        cut = {
+            "/v1/responses": '"reason":"max_output_tokens"',
+            "/v1/messages": '"max_tokens"',
+            "/api/chat": '"done_reason":"length"',
+        }
         assert cut.get(path, '"finish_reason":"length"') in response.text
         assert "stopping" not in response.text
 

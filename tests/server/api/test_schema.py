@@ -23,13 +23,19 @@ SERVED = [
     ("POST", "/v1/messages/count_tokens"),
     ("POST", "/v1/admin/cache"),
     ("POST", "/v1/admin/cancel"),
+    ("POST", "/api/chat"),
+    ("POST", "/api/generate"),
+    ("POST", "/api/show"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"),
     ("GET", "/v1/stats"),
     ("GET", "/health"),
     ("GET", "/metrics"),
+    ("GET", "/api/tags"),
+    ("GET", "/api/ps"),
+    ("GET", "/api/version"),
 ]
-BODIES = SERVED[:7]
+BODIES = SERVED[:10]
 KEY = "k"
 
 

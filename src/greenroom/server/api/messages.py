@@ -10,8 +10,13 @@ from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field, model_validator
 
 from greenroom.hf.text.dialogue import Dialogue
-from greenroom.json_file import Malformed, parse
-from greenroom.server.api.shared.conversation import JsonForm, call, chat_job, thinking
+from greenroom.server.api.shared.conversation import (
+    JsonForm,
+    call,
+    call_arguments,
+    chat_job,
+    thinking,
+)
 from greenroom.server.engine.requests import Sampling
 from greenroom.server.engine.tokens.reader import AnswerDelta, AnswerEnd
 from greenroom.server.http.answers import AnswerStream, Job
@@ -270,18 +275,6 @@ def block_of(delta: AnswerDelta) -> dict[str, Any]:
     return {"type": "text", "text": ""} if delta.text else {}
 
 
-def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a tool call as an object.
-
-    If the model wrote something else, the object has it under the key "arguments".
-    """
-    try:
-        value = parse(arguments, unique=False)
-    except Malformed:
-        value = arguments
-    return value if isinstance(value, dict) else {"arguments": value}
-
-
 class MessageBuilder(ResponseBuilder):
     """Builds responses of Anthropic's messages API."""
 
@@ -344,7 +337,7 @@ class MessageBuilder(ResponseBuilder):
 def _add(block: dict[str, Any], part: AnswerDelta) -> dict[str, Any]:
     """Make the delta of a content block's next part, and add it to the block."""
     if part.call:
-        block["input"] = _input(part.call.arguments)
+        block["input"] = call_arguments(part.call.arguments)
         return {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
     kind, text = block["type"], part.text or part.reasoning
     block[kind] += text

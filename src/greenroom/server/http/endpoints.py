@@ -12,11 +12,19 @@ from greenroom.server.http.answers import AnswerStream, start_answers
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.route_helpers import openapi_body, read_body, record_of
 from greenroom.server.http.service import Service
-from greenroom.server.http.streams import EventStream, end_with_error, event, result_or_disconnect
+from greenroom.server.http.streams import (
+    BEAT,
+    EventStream,
+    end_with_error,
+    event,
+    result_or_disconnect,
+)
 
 
 class ResponseBuilder:
     """Builds HTTP responses in an API's format: a stream of parts, or one object."""
+
+    media_type = "text/event-stream"
 
     def __init__(self, service: Service, body: Any, answers: AnswerStream) -> None:
         self._model, self._body, self._answers = service.name, body, answers
@@ -40,6 +48,10 @@ class ResponseBuilder:
     def error_event(self, error: ApiError) -> bytes:
         """Return the last server-sent event of a stream that failed."""
         raise NotImplementedError
+
+    def beat(self) -> bytes:
+        """Return what a stream sends during a long silence."""
+        return BEAT
 
     async def complete_result(self) -> dict[str, Any]:
         async for _ in self.parts():
@@ -66,17 +78,26 @@ def route(
     @routes.post(path, name=name, openapi_extra=openapi_body(model))
     async def answer(request: Request) -> Response:
         body = await read_body(request, service, model)
-        record = record_of(request)
-        answers = await start_answers(service, record, body.job)
-        response = builder(service, body, answers)
-        if not body.stream:
-            return JSONResponse(
-                await result_or_disconnect(request, answers, response.complete_result())
-            )
-        return EventStream(
-            end_with_error(response.events(), service, record, response.error_event),
-            answers,
-            record,
-        )
+        return await respond(request, service, body, builder, body.stream)
 
     return routes
+
+
+async def respond(
+    request: Request, service: Service, body: Any, builder: type[ResponseBuilder], stream: bool
+) -> Response:
+    """Start the engine's answers to a request; return a stream of their parts, or one object."""
+    record = record_of(request)
+    answers = await start_answers(service, record, body.job)
+    response = builder(service, body, answers)
+    if not stream:
+        return JSONResponse(
+            await result_or_disconnect(request, answers, response.complete_result())
+        )
+    return EventStream(
+        end_with_error(response.events(), service, record, response.error_event),
+        answers,
+        record,
+        response.media_type,
+        response.beat,
+    )

@@ -21,6 +21,7 @@ from greenroom.server.engine.requests import Busy, NotFinite
 
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected
 ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PATH = "/api/"
 
 OPENAI = {
     400: "invalid_request_error",
@@ -76,6 +77,8 @@ class ApiError(GreenroomError):
             kind = _kind(ANTHROPIC, self.status, SERVER["anthropic"])
             error = {"type": kind, "message": str(self)}
             return {"type": "error", "error": error, "request_id": request_id}
+        if path.startswith(OLLAMA_PATH):
+            return {"error": str(self)}
         kind = _kind(OPENAI, self.status, SERVER["openai"])
         details = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": details}

@@ -55,8 +55,11 @@ class Service:
         self._lock = threading.Lock()
 
     def check_model(self, name: str) -> None:
-        """Raise ApiError 404 if a client asks for a model that is not served."""
-        if name != self.name:
+        """Raise ApiError 404 if a client asks for a model that is not served.
+
+        The name may end in ":latest", the tag that clients of Ollama's API add.
+        """
+        if self.name not in (name, name.removesuffix(":latest")):
             raise ApiError(
                 404,
                 f"the model {name[:80]!r} does not exist: this server has {self.name!r}",

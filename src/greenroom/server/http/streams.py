@@ -1,4 +1,4 @@
-"""HTTP responses: server-sent events or one object, cancelled if the client disconnects."""
+"""HTTP responses: streamed events or one object, cancelled if the client disconnects."""
 
 from __future__ import annotations
 
@@ -92,14 +92,21 @@ async def end_with_error(
 
 
 class EventStream(StreamingResponse):
-    """HTTP response of server-sent events, which cancels unfinished answers at its end."""
+    """HTTP response of streamed events, which cancels unfinished answers at its end.
+
+    `beat` makes what is sent during a long silence.
+    """
 
     def __init__(
-        self, events: AsyncIterator[bytes], answers: AnswerStream, record: RequestRecord
+        self,
+        events: AsyncIterator[bytes],
+        answers: AnswerStream,
+        record: RequestRecord,
+        media_type: str,
+        beat: Callable[[], bytes],
     ) -> None:
-        headers = {"cache-control": "no-cache"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._answers, self._record = answers, record
+        super().__init__(events, headers={"cache-control": "no-cache"}, media_type=media_type)
+        self._answers, self._record, self._make_beat = answers, record, beat
         self._last, self._complete = 0.0, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,8 +130,9 @@ class EventStream(StreamingResponse):
             await _drop(beat)
 
     async def _beat(self, send: Send) -> None:
-        """Send comments during a long prompt; proxies could close a silent connection."""
+        """Send beats during a long prompt; proxies could close a silent connection."""
         while True:
             await asyncio.sleep(BEAT_S / 3)
             if time.monotonic() - self._last >= BEAT_S:
-                await send({"type": "http.response.body", "body": BEAT, "more_body": True})
+                beat = self._make_beat()
+                await send({"type": "http.response.body", "body": beat, "more_body": True})

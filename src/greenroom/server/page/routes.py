@@ -24,7 +24,7 @@ def router(service: Service) -> APIRouter:
     broadcast = Broadcast(source)
 
     def add_file(path: str, asset: Asset) -> None:
-        @routes.get(path)
+        @routes.api_route(path, methods=["GET", "HEAD"])
         async def file() -> Response:
             return Response(asset.content, media_type=asset.media_type, headers=HEADERS)
 

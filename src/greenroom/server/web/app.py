@@ -19,6 +19,8 @@ from starlette.types import ASGIApp
 from greenroom import __version__
 from greenroom.errors import GreenroomError
 from greenroom.server.api import chat, completions, messages, operations, responses
+from greenroom.server.api.ollama import answers as ollama_answers
+from greenroom.server.api.ollama import models as ollama_models
 from greenroom.server.http.errors import ApiError, as_api_error
 from greenroom.server.http.route_helpers import REF
 from greenroom.server.http.service import Service
@@ -32,7 +34,9 @@ from greenroom.server.web.middleware import (
     response,
 )
 
-APIS = (chat, completions, responses, messages, operations)
+APIS = (
+    chat, completions, responses, messages, operations, ollama_answers, ollama_models,
+)  # fmt: skip
 
 
 def create_app(service: Service) -> ASGIApp:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from greenroom.hf.text.dialogue import Dialogue
+from greenroom.json_file import Malformed, parse
 from greenroom.server.api.shared.calls import tool_call_grammar
 from greenroom.server.api.shared.formats import json_grammar
 from greenroom.server.http.answers import Job
@@ -28,6 +29,18 @@ def arguments_of(text: str, param: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise ApiError(400, f"{param} is not a JSON object", param=param)
     return arguments
+
+
+def call_arguments(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a tool call as an object.
+
+    If the model wrote something else, the object has it under the key "arguments".
+    """
+    try:
+        value = parse(arguments, unique=False)
+    except Malformed:
+        value = arguments
+    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
@@ -72,6 +85,11 @@ class JsonForm(NamedTuple):
     schema: dict[str, Any] | None
 
 
+def form_grammar(form: JsonForm | None) -> str | None:
+    """Make the grammar of an answer's JSON format; None for text."""
+    return None if form is None else json_grammar(form.schema, form.where)
+
+
 def chat_job(
     dialogue: Dialogue,
     messages: Messages,
@@ -99,7 +117,7 @@ def chat_job(
     if any(message["role"] == "tool" or "tool_calls" in message for message in messages):
         check_tools(dialogue, calls)
     usable = [tool.template_tool() for tool in tools or ()] if choice.kind != "none" else []
-    grammar = None if form is None else json_grammar(form.schema, form.where)
+    grammar = form_grammar(form)
     if usable:
         check_tools(dialogue)
         if form is not None:

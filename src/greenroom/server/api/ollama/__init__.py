@@ -1,0 +1,1 @@
+"""Ollama's API: chat, generate, and descriptions of the one served model."""
