@@ -113,6 +113,10 @@ class Drafter:
             self._open, self._matched, self._right = tokens, matched, 0
         return Draft(tokens, self._acceptance.chance(matched))
 
+    def tokens(self, draft: Draft, count: int) -> list[int]:
+        """Return the first `count` tokens of a draft."""
+        return list(draft.tokens[:count])
+
     def _observe(self, token: int) -> None:
         """Compare a token with the draft that was made before it."""
         if not self._open:

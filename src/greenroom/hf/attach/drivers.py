@@ -28,12 +28,14 @@ def make_driver(
     top_k: int,
     ahead: int,
     co_compute: bool,
+    predicted: Sequence[int],
 ) -> tuple[Driver, HostTier | None]:
     """Make the driver that loads experts from a store into slots.
 
     top_k:      experts that a token uses in a layer
     ahead:      slots that prefetches may borrow at a time
     co_compute: whether the host's CPU computes some of the missing experts too
+    predicted:  offsets of the layers whose experts are predicted, in the order of the model's
 
     Returns the driver, and the cache of experts in host memory if a GPU computes and it has room.
     """
@@ -63,7 +65,7 @@ def make_driver(
         scheduler,
         store,
         slots,
-        foresight=Foresight(predictor, setup.catalog.offsets) if predictor else None,
+        foresight=Foresight(predictor, predicted) if predictor else None,
         guard=Guard() if setup.guard and predictor else None,
         predict_in_worker=runs_in_worker(predictor, setup.predict_in, setup.cuda),
         links=links_of(setup),

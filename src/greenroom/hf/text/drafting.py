@@ -16,9 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import BaseStreamer, GenerationMode
 
+from greenroom.core.speculation.drafts import Drafter
+from greenroom.core.speculation.model_drafts import ModelDrafter
 from greenroom.core.speculation.speculation import Speculation
 from greenroom.hf.kv.cache import truncate
 from greenroom.hf.kv.draft_pass import MOST_ROWS, DraftPass
+from greenroom.hf.mtp.layer import mtp_layer_of
+from greenroom.hf.mtp.next_tokens import NextTokens
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -37,6 +41,9 @@ class DraftedLoop:
             self._pass.obstacle = f"the model's generation config asks for {mode.value}"
         self.obstacle, self.description = self._pass.obstacle, self._pass.description
         self.speculation = Speculation(MOST_ROWS)
+        self._mtp: NextTokens | None = None
+        if mtp_layer_of(model) is not None and not self.obstacle:
+            self._mtp = NextTokens(model)
 
     def options(self, streamer: BaseStreamer) -> dict[str, Any]:
         """Return the options of `generate` that make it call this loop.
@@ -58,7 +65,7 @@ class DraftedLoop:
         **model_kwargs: Any,
     ) -> Tensor:
         """Generate tokens after a prompt [1, tokens]; return both."""
-        drafter, drafts = self.speculation.drafter(input_ids[0].tolist()), [list[int]()]
+        drafter, drafts = self._drafter(input_ids[0].tolist()), [list[int]()]
         out = model._prefill(input_ids, generation_config, model_kwargs)
         cache, logits, seconds = out.past_key_values, out.logits[:, -1], 0.0
         del out  # its logits may be large
@@ -80,13 +87,24 @@ class DraftedLoop:
             if ended:
                 break
             begin = time.perf_counter()
-            drafter.extend(input_ids[0, before:].tolist())
+            drafter.extend(new := input_ids[0, before:].tolist())
+            if self._mtp is not None:
+                self._mtp.extend(new)
             room = stopping_criteria.max_length - tokens - 1
             drafts = self.speculation.choose([drafter], [room])
             (logits,) = self._pass([[int(token), *drafts[0]]], [cache])
             seconds = time.perf_counter() - begin
+        if self._mtp is not None:
+            self._mtp.end()
         streamer.end()
         return input_ids
+
+    def _drafter(self, prompt: list[int]) -> Drafter | ModelDrafter:
+        """Begin to draft for a prompt, before the model reads it."""
+        if self._mtp is None:
+            return self.speculation.drafter(prompt)
+        self._mtp.begin(prompt)
+        return self.speculation.model_drafter(self._mtp.predict)
 
 
 def _choose(scores: Tensor, do_sample: bool) -> Tensor:
