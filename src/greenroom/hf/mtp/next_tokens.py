@@ -8,7 +8,8 @@ may be left out: the layer then attends to fewer tokens, and guesses a little wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,44 +27,74 @@ TRIED = 5  # tokens of the trial
 class NextTokens:
     """Guesses the tokens of one text at a time, by a model's MTP layer.
 
-    While `begin` to `end`, a hook keeps the hidden states of the model's passes.
+    A hook on the model's decoder keeps the hidden states of its last pass. They wait until a guess
+    is wanted. If too many wait, the layer computes those of a prompt, and leaves out others.
     """
 
     def __init__(self, model: Any) -> None:
         """Raise UnsupportedModel if the layer cannot compute with this model."""
         self._model, self._layer = model, mtp_layer_of(model)
         self._decoder = model.get_decoder()
-        self._ids: list[int] = []
+        self._ids: Sequence[int] = ()
+        self._reading: Sequence[int] | None = None  # the prompt, while it is being read
         self._cache: Any = None
-        self._prompt = False  # whether the prompt is being read
         self._passed: Tensor | None = None  # hidden states of the last pass [1, tokens, hidden]
         self._waiting: Tensor | None = None  # hidden states that the layer has not seen
-        self._position = 0  # of the first of them
-        self._hook: Any = None
+        self._position = 0  # of the first of them, or of the next one
         self._try()
+        self._decoder.register_forward_hook(self._on_pass)
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Begin a text, before the model reads its prompt."""
-        self._restart(prompt)
-        self._prompt = True
-        self._hook = self._decoder.register_forward_hook(self._on_pass)
+    @property
+    def is_ready(self) -> bool:
+        """Tell whether the token after the text can be guessed."""
+        return self._count == len(self._ids) - 1 - self._position > 0
+
+    @property
+    def _count(self) -> int:
+        return 0 if self._waiting is None else self._waiting.shape[1]
+
+    def begin(self) -> None:
+        """Begin another text."""
+        setup = self._model.greenroom.setup
+        self._ids, self._position, self._waiting, self._reading = (), 0, None, None
+        self._cache = setup.empty_cache(self._layer.config)
+        setup.make_growing(self._cache)
 
     def end(self) -> None:
         """End the text, and free its KV cache."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = self._cache = self._passed = self._waiting = None
+        self._cache = self._passed = self._waiting = None
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append new tokens to the text: those after the prompt, or after the last pass.
+    @contextmanager
+    def reading(self, prompt: Sequence[int]) -> Iterator[None]:
+        """Begin a text whose prompt the model reads in this context, in one pass or several."""
+        self.begin()
+        self._reading = prompt
+        try:
+            yield
+        finally:
+            self._reading = None
 
-        As many first tokens of that pass belong to the text.
+    def see(self, ids: Sequence[int], position: int, count: int) -> None:
+        """Keep the hidden states of the first tokens of the model's last pass.
+
+        ids:      the text, with at least one token after these
+        position: where the first of these tokens is in the text; tokens that no pass has computed,
+                  since they are in a reused KV cache, are left out
+        count:    how many tokens of the pass belong to the text
         """
-        if not self._prompt:
-            assert self._passed is not None
-            self._wait(self._passed[:, : len(tokens)])
-        self._prompt = False
-        self._ids += tokens
+        passed, self._ids = self._passed, ids
+        if passed is None or not 0 < count <= passed.shape[1]:
+            return
+        hidden = passed[:, :count]
+        if position == self._position + self._count and self._waiting is not None:
+            hidden = torch.cat([self._waiting, hidden], 1)
+        else:
+            self._position = position
+        self._waiting = hidden
+        if count > KEPT:
+            self._compute(min(len(ids) - 1 - self._position, self._count))
+        elif (excess := self._count - KEPT) > 0:
+            self._waiting, self._position = hidden[:, excess:], self._position + excess
 
     def predict(self) -> int:
         """Return a guess of the token that follows the text."""
@@ -71,33 +102,14 @@ class NextTokens:
 
     def logits(self) -> Tensor:
         """Return the logits [vocabulary] of the token that follows the text."""
-        assert self._waiting is not None
-        out = self._compute(self._waiting.shape[1])
+        out = self._compute(self._count)
         logits: Tensor = self._model.get_output_embeddings()(out[:, -1:])[0, 0]
         return logits
 
-    def _restart(self, ids: Sequence[int]) -> None:
-        setup = self._model.greenroom.setup
-        self._ids, self._position, self._waiting = list(ids), 0, None
-        self._cache = setup.empty_cache(self._layer.config)
-        setup.make_growing(self._cache)
-
     def _on_pass(self, module: Any, args: Any, out: Any) -> None:
-        self._passed = out.last_hidden_state
-        if self._prompt:  # the next tokens are known, but for the prompt's last one
-            self._wait(self._passed)
-            known = len(self._ids) - 1 - self._position
-            assert self._waiting is not None
-            if count := min(known, self._waiting.shape[1]):
-                self._compute(count)
-
-    def _wait(self, hidden: Tensor) -> None:
-        """Append hidden states to those that wait for the layer."""
-        if self._waiting is not None and self._waiting.shape[1]:
-            hidden = torch.cat([self._waiting, hidden], 1)
-        if not self._prompt and (excess := hidden.shape[1] - KEPT) > 0:
-            hidden, self._position = hidden[:, excess:], self._position + excess
-        self._waiting = hidden
+        hidden = self._passed = out.last_hidden_state
+        if self._reading is not None:
+            self.see(self._reading, self._position + self._count, hidden.shape[1])
 
     def _compute(self, count: int) -> Tensor:
         """Return the layer's outputs [1, count, hidden] for the first hidden states that wait."""
@@ -134,8 +146,9 @@ class NextTokens:
         hidden = torch.zeros(1, TRIED, model.config.get_text_config().hidden_size)
         try:
             with model.greenroom.hooks.without_experts():
-                self._restart([0] * (TRIED + 1))
-                self._wait(hidden.to(model.device, model.dtype))
+                self.begin()
+                self._ids = [0] * (TRIED + 1)
+                self._waiting = hidden.to(model.device, model.dtype)
                 self._compute(TRIED - 1)
                 self.logits()
         except Exception as error:  # a model's own code fails in its own way

@@ -8,6 +8,7 @@ the text is the same. A pass computes some tokens ahead, and those that are not 
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -65,8 +66,10 @@ class DraftedLoop:
         **model_kwargs: Any,
     ) -> Tensor:
         """Generate tokens after a prompt [1, tokens]; return both."""
-        drafter, drafts = self._drafter(input_ids[0].tolist()), [list[int]()]
-        out = model._prefill(input_ids, generation_config, model_kwargs)
+        ids, mtp, drafts = input_ids[0].tolist(), self._mtp, [list[int]()]
+        drafter = self._drafter(ids)
+        with nullcontext() if mtp is None else mtp.reading(ids):
+            out = model._prefill(input_ids, generation_config, model_kwargs)
         cache, logits, seconds = out.past_key_values, out.logits[:, -1], 0.0
         del out  # its logits may be large
         while True:
@@ -88,22 +91,22 @@ class DraftedLoop:
                 break
             begin = time.perf_counter()
             drafter.extend(new := input_ids[0, before:].tolist())
-            if self._mtp is not None:
-                self._mtp.extend(new)
+            ids += new
+            if mtp is not None and seconds:
+                mtp.see(ids, before - 1, len(new))
             room = stopping_criteria.max_length - tokens - 1
             drafts = self.speculation.choose([drafter], [room])
             (logits,) = self._pass([[int(token), *drafts[0]]], [cache])
             seconds = time.perf_counter() - begin
-        if self._mtp is not None:
-            self._mtp.end()
+        if mtp is not None:
+            mtp.end()
         streamer.end()
         return input_ids
 
     def _drafter(self, prompt: list[int]) -> Drafter | ModelDrafter:
-        """Begin to draft for a prompt, before the model reads it."""
+        """Begin to draft for a prompt."""
         if self._mtp is None:
             return self.speculation.drafter(prompt)
-        self._mtp.begin(prompt)
         return self.speculation.model_drafter(self._mtp.predict)
 
 
