@@ -60,8 +60,8 @@ class SpeculationConfig:
 
     speculate: str = option(
         OFF, "verify drafts of the next tokens in one pass, taken from what followed the same"
-        " tokens before (lookup), or predicted by the checkpoint's MTP layer (mtp: run and chat"
-        " only); the text stays the same", None, (OFF, LOOKUP, MTP), shown=True,
+        " tokens before (lookup), or predicted by the checkpoint's MTP layer (mtp: one"
+        " request at a time); the text stays the same", None, (OFF, LOOKUP, MTP), shown=True,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -167,4 +167,9 @@ class ServeConfig(SpeculationConfig):
         if self.prompt_cache is not None and self.no_prefix_reuse:
             raise UsageError(
                 "--prompt-cache and --no-prefix-reuse exclude each other: leave out one of them"
+            )
+        if self.speculate == MTP and self.max_batch > 1:
+            raise UsageError(
+                "--speculate mtp drafts for one request at a time: add --max-batch 1, or use"
+                " --speculate lookup"
             )

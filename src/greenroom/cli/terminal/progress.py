@@ -120,8 +120,8 @@ def open_model(
 ) -> Iterator[tuple[Any, Any]]:
     """Load a model and its tokenizer, as a context manager.
 
-    `mtp` adds the checkpoint's MTP layer. The expert cache is closed at the end. A line that describes the loaded model is printed on
-    standard error.
+    `mtp` adds the checkpoint's MTP layer. The expert cache is closed at the end. A line that
+    describes the loaded model is printed on standard error.
     """
     from greenroom.hf.load.load import load_with
     from greenroom.hf.load.report import startup_line

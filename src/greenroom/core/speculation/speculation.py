@@ -62,8 +62,7 @@ class Speculation:
         if not self.guard.on:
             return [[] for _ in drafts]
         return [
-            each.tokens(draft, n)
-            for each, draft, n in zip(drafters, drafts, lengths, strict=True)
+            each.tokens(draft, n) for each, draft, n in zip(drafters, drafts, lengths, strict=True)
         ]
 
     def record(self, drafts: Sequence[Sequence[int]], tokens: int, seconds: float) -> None:

@@ -98,7 +98,13 @@ class Greenroom:
         self.engine = self.engines[0] if self.engines else None
         store, self.direct = open_store(setup, store)
         self.driver, self._host_tier = make_driver(
-            setup, store, self.engines, self.predictor, self._top_k, self._ahead, co_compute,
+            setup,
+            store,
+            self.engines,
+            self.predictor,
+            self._top_k,
+            self._ahead,
+            co_compute,
             main.offsets,
         )
         if self._split_counts is not None:

@@ -76,7 +76,9 @@ def renamings(model: PreTrainedModel) -> list[WeightRenaming]:
     if mtp_layer_of(model) is None:
         return []
     prefix = "^" + _prefix(model).replace(".", r"\.")
-    outside = "|".join(name.replace(".", r"\.") for name in (*AROUND, "embed_tokens", "shared_head"))
+    outside = "|".join(
+        name.replace(".", r"\.") for name in (*AROUND, "embed_tokens", "shared_head")
+    )
     parts = {
         f"{prefix}{name.replace('.', chr(92) + '.')}\\.": f"{NAME}.{own}."
         for name, own in AROUND.items()

@@ -44,6 +44,19 @@ class NextTokens:
         self._try()
         self._decoder.register_forward_hook(self._on_pass)
 
+    @classmethod
+    def of(cls, model: Any, obstacle: str) -> NextTokens | None:
+        """Return the guesses of a model's MTP layer; None if it was not loaded.
+
+        Raises UnsupportedModel if it was, but passes cannot verify drafts, for the reason
+        `obstacle`.
+        """
+        if mtp_layer_of(model) is None:
+            return None
+        if obstacle:
+            raise UnsupportedModel(f"--speculate mtp: {obstacle}: leave it out")
+        return cls(model)
+
     @property
     def is_ready(self) -> bool:
         """Tell whether the token after the text can be guessed."""

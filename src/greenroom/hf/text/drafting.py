@@ -22,7 +22,6 @@ from greenroom.core.speculation.model_drafts import ModelDrafter
 from greenroom.core.speculation.speculation import Speculation
 from greenroom.hf.kv.cache import truncate
 from greenroom.hf.kv.draft_pass import MOST_ROWS, DraftPass
-from greenroom.hf.mtp.layer import mtp_layer_of
 from greenroom.hf.mtp.next_tokens import NextTokens
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -42,9 +41,7 @@ class DraftedLoop:
             self._pass.obstacle = f"the model's generation config asks for {mode.value}"
         self.obstacle, self.description = self._pass.obstacle, self._pass.description
         self.speculation = Speculation(MOST_ROWS)
-        self._mtp: NextTokens | None = None
-        if mtp_layer_of(model) is not None and not self.obstacle:
-            self._mtp = NextTokens(model)
+        self._mtp = NextTokens.of(model, self.obstacle)
 
     def options(self, streamer: BaseStreamer) -> dict[str, Any]:
         """Return the options of `generate` that make it call this loop.

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from greenroom.core.speculation.drafts import Drafter
+from greenroom.core.speculation.model_drafts import ModelDrafter
 from greenroom.core.speculation.speculation import Speculation
 from greenroom.hf.kv.draft_pass import MOST_ROWS, DraftPass
+from greenroom.hf.mtp.next_tokens import NextTokens
 
 if TYPE_CHECKING:
     from greenroom.server.engine.batches import Share
@@ -30,6 +33,9 @@ class Drafts:
         self._current: list[Sequence] = []  # requests of the pass that is timed
         self._drafted: list[list[int]] = []  # their drafts
         self._seconds = 0.0
+        self._mtp = NextTokens.of(model, self.obstacle)
+        # The request of the last pass, if it was alone, and where its tokens of that pass begin.
+        self._alone: tuple[Sequence, int] | None = None
 
     def choose(self, shares: Many[Share]) -> bool:
         """Choose the requests' drafts for the next pass; return whether there are any.
@@ -37,20 +43,44 @@ class Drafts:
         Only passes of single tokens have drafts.
         """
         self._current = []
+        if self._mtp is not None:
+            self._follow(self._mtp, shares)
         if self.obstacle or not all(_is_single(each, count) for each, count in shares):
             return False
         self._current = [each for each, _ in shares]
         drafters = []
         for each in self._current:
             if each.drafter is None:
-                each.drafter = self.speculation.drafter(())
+                each.drafter = self._drafter()
             each.drafter.extend(each.ids[len(each.drafter) :])
             drafters.append(each.drafter)
         limits = [each.request.max_new_tokens - each.new - 1 for each in self._current]
+        if self._mtp is not None and not self._mtp.is_ready:
+            limits = [0] * len(limits)
         self._drafted = self.speculation.choose(drafters, limits)
         for each, draft in zip(self._current, self._drafted, strict=True):
             each.draft = draft
         return any(self._drafted)
+
+    def _drafter(self) -> Drafter | ModelDrafter:
+        if self._mtp is None:
+            return self.speculation.drafter(())
+        return self.speculation.model_drafter(self._mtp.predict)
+
+    def _follow(self, mtp: NextTokens, shares: Many[Share]) -> None:
+        """Let the MTP layer see the last pass of a request that has the next pass, too.
+
+        The passes of a request must be its own. Tokens of a reused KV cache are left out.
+        """
+        before, self._alone = self._alone, None
+        if len(shares) != 1:
+            return
+        ((each, _),) = shares
+        if before is None or before[0] is not each:
+            mtp.begin()
+        else:
+            mtp.see(each.ids, before[1], each.computed - before[1])
+        self._alone = each, each.computed
 
     def verify(self, caches: Many[Any]) -> list[Tensor]:
         """Run a pass with the drafts of its requests, and return their logits.
@@ -77,6 +107,9 @@ class Drafts:
 
     def remember(self, sequence: Sequence) -> None:
         """Remember the text of an ended request, so that later answers can repeat it."""
+        if self._mtp is not None and self._alone is not None and self._alone[0] is sequence:
+            self._alone = None
+            self._mtp.end()
         if not self.obstacle:
             self.speculation.remember(sequence.ids[sequence.reused :])
 
