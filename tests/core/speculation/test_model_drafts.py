@@ -43,7 +43,7 @@ def test_wrong_predictions_end_and_are_tried_again_rarely() -> None:
 
 
 def test_predictions_that_take_too_long_end() -> None:
-    made, calls = run(right=True, passes=1000, seconds_of_two=2.5)
+    _, calls = run(right=True, passes=1000, seconds_of_two=2.5)
     assert calls < 100
 
 
