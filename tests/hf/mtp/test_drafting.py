@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from greenroom.config import LoadConfig, SamplingConfig, ServeConfig
+from greenroom.config import LoadConfig, SamplingConfig
 from greenroom.core.speculation import speculation
-from greenroom.errors import UnsupportedModel, UsageError
+from greenroom.errors import UnsupportedModel
 from greenroom.hf.load.load import load_with
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.hf.text.drafting import DraftedLoop
@@ -114,12 +114,6 @@ def test_the_engine_drafts_for_one_request_at_a_time(name: str, no_threads_left:
     finally:
         drafted.close()
         plain.close()
-
-
-def test_a_server_of_several_requests_is_refused() -> None:
-    with pytest.raises(UsageError, match="drafts for one request at a time: add --max-batch 1"):
-        ServeConfig(speculate="mtp")
-    assert ServeConfig(speculate="mtp", max_batch=1).speculate == "mtp"
 
 
 def test_models_without_an_mtp_layer_are_refused() -> None:

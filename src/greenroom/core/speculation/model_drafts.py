@@ -1,4 +1,4 @@
-"""Drafts of one token that a part of the model predicts, such as an MTP layer."""
+"""Drafts of one token, predicted by a part of the model."""
 
 from __future__ import annotations
 

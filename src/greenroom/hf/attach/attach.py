@@ -30,7 +30,6 @@ from greenroom.hf.memory.pressure import FixedSlots, LimitedSlots, PressureWatch
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.memory.slots import open_store, slots_for, with_panels
-from greenroom.hf.mtp.layer import without_mtp
 from greenroom.plan.history import files, recent
 from greenroom.plan.history.recent import RecentRouting
 from greenroom.predictors import predictor
@@ -73,10 +72,10 @@ class Greenroom:
         self._model, self.setup = weakref.ref(model), (setup := with_panels(setup))
         self.kernel: Kernel = make_kernel(kernels_of(setup))
         modules = [model.get_submodule(name) for name in setup.catalog.layers]
-        predictors, main = None, without_mtp(model, setup.catalog)
+        predictors = None
         if setup.capacity < setup.catalog.experts:
             predictors = prefetch_predictors(
-                model, main, setup.prefetch, setup.predictor, setup.fingerprint
+                model, setup.catalog, setup.prefetch, setup.predictor, setup.fingerprint
             )
         name, self.predictor = "", None
         if predictors:
@@ -98,14 +97,7 @@ class Greenroom:
         self.engine = self.engines[0] if self.engines else None
         store, self.direct = open_store(setup, store)
         self.driver, self._host_tier = make_driver(
-            setup,
-            store,
-            self.engines,
-            self.predictor,
-            self._top_k,
-            self._ahead,
-            co_compute,
-            main.offsets,
+            setup, store, self.engines, self.predictor, self._top_k, self._ahead, co_compute
         )
         if self._split_counts is not None:
             self._split_counts.forecast = self.driver.scheduler.view.forecast

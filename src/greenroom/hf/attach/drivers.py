@@ -13,6 +13,7 @@ from greenroom.hf.attach.predictors import runs_in_worker
 from greenroom.hf.memory.devices import lanes_of, links_of
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slots import chunks_in, host_tier, make_host_memory, make_slots, pieces_of
+from greenroom.hf.mtp.layer import without_mtp
 from greenroom.policies import policy as named_policy
 from greenroom.runtime.cuda.calibrate import nominal_costs
 from greenroom.runtime.cuda.engine import Engine
@@ -28,14 +29,12 @@ def make_driver(
     top_k: int,
     ahead: int,
     co_compute: bool,
-    predicted: Sequence[int],
 ) -> tuple[Driver, HostTier | None]:
     """Make the driver that loads experts from a store into slots.
 
     top_k:      experts that a token uses in a layer
     ahead:      slots that prefetches may borrow at a time
     co_compute: whether the host's CPU computes some of the missing experts too
-    predicted:  offsets of the layers whose experts are predicted, in the order of the model's
 
     Returns the driver, and the cache of experts in host memory if a GPU computes and it has room.
     """
@@ -65,7 +64,7 @@ def make_driver(
         scheduler,
         store,
         slots,
-        foresight=Foresight(predictor, predicted) if predictor else None,
+        foresight=Foresight(predictor, without_mtp(setup.catalog).offsets) if predictor else None,
         guard=Guard() if setup.guard and predictor else None,
         predict_in_worker=runs_in_worker(predictor, setup.predict_in, setup.cuda),
         links=links_of(setup),

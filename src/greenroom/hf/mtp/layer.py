@@ -8,6 +8,7 @@ Input embedding, output head and rotary embedding are those of the model. transf
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -33,9 +34,10 @@ def mtp_layer_of(model: Any) -> Any:
 
 
 def add_mtp_layer(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-    """Add the first MTP layer of a checkpoint to its model, which is on the meta device.
+    """Add the first MTP layer of a checkpoint to its model.
 
-    Raises UnsupportedModel if the checkpoint has none, or the architecture's cannot be used.
+    The model is on the meta device, and computes in `dtype`. Raises UnsupportedModel if the
+    checkpoint has none, or the architecture's cannot be used.
     """
     config, prefix = model.config.get_text_config(), _prefix(model)
     refusal = f"{checkpoint.folder}: --speculate mtp"
@@ -56,13 +58,13 @@ def add_mtp_layer(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Non
     last = model.get_decoder().layers[-1]
     norm = next(type(part) for name, part in last.named_modules() if "norm" in name)
     with wrap_library_errors(f"{refusal} does not work with this config", UnsupportedModel):
-        own = config.get_mtp_config()
-        own._experts_implementation = config._experts_implementation
+        layer_config = config.get_mtp_config()
+        layer_config._experts_implementation = config._experts_implementation
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
             with torch.device("meta"):
-                layer = MtpLayer(own, type(last), norm, 0)
+                layer = MtpLayer(layer_config, type(last), norm, 0)
         finally:
             torch.set_default_dtype(before)
     setattr(model, NAME, layer)
@@ -75,21 +77,16 @@ def renamings(model: PreTrainedModel) -> list[WeightRenaming]:
     """
     if mtp_layer_of(model) is None:
         return []
-    prefix = "^" + _prefix(model).replace(".", r"\.")
-    outside = "|".join(
-        name.replace(".", r"\.") for name in (*AROUND, "embed_tokens", "shared_head")
-    )
-    parts = {
-        f"{prefix}{name.replace('.', chr(92) + '.')}\\.": f"{NAME}.{own}."
-        for name, own in AROUND.items()
-    }
+    prefix = "^" + re.escape(_prefix(model))
+    outside = "|".join(map(re.escape, (*AROUND, "embed_tokens", "shared_head")))
+    parts = {f"{prefix}{re.escape(name)}\\.": f"{NAME}.{part}." for name, part in AROUND.items()}
     parts[rf"{prefix}(?!(?:{outside})\.)"] = f"{NAME}.mtp_block."
     return [WeightRenaming(source, target) for source, target in parts.items()]
 
 
-def without_mtp(model: PreTrainedModel, catalog: Catalog) -> Catalog:
-    """Return a model's catalog without its MTP layer, for predictors of the next pass's experts."""
-    if mtp_layer_of(model) is None:
+def without_mtp(catalog: Catalog) -> Catalog:
+    """Return a catalog without the MTP layer, for predictors of a pass's experts."""
+    if not next(reversed(catalog.layers), "").startswith(f"{NAME}."):
         return catalog
     return Catalog(
         catalog.files,

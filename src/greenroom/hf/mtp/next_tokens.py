@@ -1,6 +1,6 @@
-"""Predict the token after the next one by a model's MTP layer, with a KV cache of its own.
+"""Predict the token after the next one by a model's MTP layer.
 
-At each position the layer gets the model's last hidden state, after the final norm, and the
+The layer has a KV cache of its own. At each position the layer gets the model's last hidden state, after the final norm, and the
 embedding of the next token. Its output, through the model's output head, is a guess of the token
 after that. Only tokens of the text enter the layer's KV cache, so none is ever removed. Positions
 may be left out: the layer then attends to fewer tokens, and guesses a little worse.
@@ -20,7 +20,7 @@ from greenroom.hf.kv.batch import causal
 from greenroom.hf.kv.batched_cache import length_of
 from greenroom.hf.mtp.layer import LOOKUP_INSTEAD, mtp_layer_of
 
-KEPT = 64  # hidden states of so many positions wait at most; older ones are left out
+MOST_WAITING = 16  # hidden states of so many positions wait at most; older ones are left out
 TRIED = 5  # tokens of the trial
 
 
@@ -79,11 +79,13 @@ class NextTokens:
 
     @contextmanager
     def reading(self, prompt: Sequence[int]) -> Iterator[None]:
-        """Begin a text whose prompt the model reads in this context, in one pass or several."""
+        """Begin a text whose prompt the model reads in this context."""
         self.begin()
         self._reading = prompt
         try:
             yield
+            if count := len(prompt) - 1 - self._position:  # not in the time of the first draft
+                self._compute(count)
         finally:
             self._reading = None
 
@@ -104,9 +106,9 @@ class NextTokens:
         else:
             self._position = position
         self._waiting = hidden
-        if count > KEPT:
+        if count > MOST_WAITING:
             self._compute(min(len(ids) - 1 - self._position, self._count))
-        elif (excess := self._count - KEPT) > 0:
+        elif (excess := self._count - MOST_WAITING) > 0:
             self._waiting, self._position = hidden[:, excess:], self._position + excess
 
     def predict(self) -> int:

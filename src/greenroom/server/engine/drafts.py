@@ -35,7 +35,7 @@ class Drafts:
         self._seconds = 0.0
         self._mtp = NextTokens.of(model, self.obstacle)
         # The request of the last pass, if it was alone, and where its tokens of that pass begin.
-        self._alone: tuple[Sequence, int] | None = None
+        self._single: tuple[Sequence, int] | None = None
 
     def choose(self, shares: Many[Share]) -> bool:
         """Choose the requests' drafts for the next pass; return whether there are any.
@@ -43,8 +43,6 @@ class Drafts:
         Only passes of single tokens have drafts.
         """
         self._current = []
-        if self._mtp is not None:
-            self._follow(self._mtp, shares)
         if self.obstacle or not all(_is_single(each, count) for each, count in shares):
             return False
         self._current = [each for each, _ in shares]
@@ -55,7 +53,7 @@ class Drafts:
             each.drafter.extend(each.ids[len(each.drafter) :])
             drafters.append(each.drafter)
         limits = [each.request.max_new_tokens - each.new - 1 for each in self._current]
-        if self._mtp is not None and not self._mtp.is_ready:
+        if self._mtp is not None and not (self._single and self._mtp.is_ready):
             limits = [0] * len(limits)
         self._drafted = self.speculation.choose(drafters, limits)
         for each, draft in zip(self._current, self._drafted, strict=True):
@@ -67,20 +65,21 @@ class Drafts:
             return self.speculation.drafter(())
         return self.speculation.model_drafter(self._mtp.predict)
 
-    def _follow(self, mtp: NextTokens, shares: Many[Share]) -> None:
-        """Let the MTP layer see the last pass of a request that has the next pass, too.
+    def follow(self, shares: Many[Share]) -> None:
+        """Let the MTP layer see the last pass of the next pass's request.
 
-        The passes of a request must be its own. Tokens of a reused KV cache are left out.
+        The passes of a request must be its own. Tokens of a reused KV cache are left out. Call this
+        before the time of the next pass begins, since the layer may compute those of a prompt.
         """
-        before, self._alone = self._alone, None
-        if len(shares) != 1:
+        before, self._single = self._single, None
+        if self._mtp is None or len(shares) != 1:
             return
         ((each, _),) = shares
         if before is None or before[0] is not each:
-            mtp.begin()
+            self._mtp.begin()
         else:
-            mtp.see(each.ids, before[1], each.computed - before[1])
-        self._alone = each, each.computed
+            self._mtp.see(each.ids, before[1], each.computed - before[1])
+        self._single = each, each.computed
 
     def verify(self, caches: Many[Any]) -> list[Tensor]:
         """Run a pass with the drafts of its requests, and return their logits.
@@ -107,8 +106,8 @@ class Drafts:
 
     def remember(self, sequence: Sequence) -> None:
         """Remember the text of an ended request, so that later answers can repeat it."""
-        if self._mtp is not None and self._alone is not None and self._alone[0] is sequence:
-            self._alone = None
+        if self._mtp is not None and self._single is not None and self._single[0] is sequence:
+            self._single = None
             self._mtp.end()
         if not self.obstacle:
             self.speculation.remember(sequence.ids[sequence.reused :])

@@ -133,6 +133,8 @@ class PassRunner:
     def _run(self, shares: list[Share], drafts: Drafts | None) -> Outcome:
         if not self._begin([sequence for sequence, _ in shares]):
             return []
+        if drafts is not None:
+            drafts.follow(shares)
         begin, drafted = time.perf_counter(), drafts is not None and drafts.choose(shares)
         ids = [each.ids[each.computed : each.computed + count] for each, count in shares]
         caches = [each.cache for each, _ in shares]
