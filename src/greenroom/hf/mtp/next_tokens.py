@@ -1,9 +1,10 @@
 """Predict the token after the next one by a model's MTP layer.
 
-The layer has a KV cache of its own. At each position the layer gets the model's last hidden state, after the final norm, and the
-embedding of the next token. Its output, through the model's output head, is a guess of the token
-after that. Only tokens of the text enter the layer's KV cache, so none is ever removed. Positions
-may be left out: the layer then attends to fewer tokens, and guesses a little worse.
+The layer has a KV cache of its own. At each position it gets the model's last hidden state, after
+the final norm, and the embedding of the next token. Its output, through the model's output head, is
+a guess of the token after that. Only tokens of the text enter the layer's KV cache, so none is ever
+removed. Positions may be left out: the layer then attends to fewer tokens, and guesses a little
+worse.
 """
 
 from __future__ import annotations
