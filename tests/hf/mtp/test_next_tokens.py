@@ -13,7 +13,7 @@ from transformers.modeling_layers import MtpModel
 
 from greenroom.config import LoadConfig
 from greenroom.hf.load.load import load_with
-from greenroom.hf.mtp.next_tokens import NextTokens
+from greenroom.hf.text.next_tokens import NextTokens
 from tests.hf.mtp.checkpoints import LAYERS, mtp_folder
 
 PARTS = (7, 5, 1, 1, 2, 1, 3)  # tokens of the passes: two of the prompt, then with right drafts

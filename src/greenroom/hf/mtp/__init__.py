@@ -1,1 +1,1 @@
-"""MTP layers: further layers of some checkpoints that predict the token after the next one."""
+"""MTP layers of checkpoints: they predict the token after the next one."""

@@ -22,7 +22,7 @@ from greenroom.core.speculation.model_drafts import ModelDrafter
 from greenroom.core.speculation.speculation import Speculation
 from greenroom.hf.kv.cache import truncate
 from greenroom.hf.kv.draft_pass import MOST_ROWS, DraftPass
-from greenroom.hf.mtp.next_tokens import NextTokens
+from greenroom.hf.text.next_tokens import NextTokens
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 

@@ -12,7 +12,7 @@ from greenroom.core.speculation.drafts import Drafter
 from greenroom.core.speculation.model_drafts import ModelDrafter
 from greenroom.core.speculation.speculation import Speculation
 from greenroom.hf.kv.draft_pass import MOST_ROWS, DraftPass
-from greenroom.hf.mtp.next_tokens import NextTokens
+from greenroom.hf.text.next_tokens import NextTokens
 
 if TYPE_CHECKING:
     from greenroom.server.engine.batches import Share
