@@ -16,6 +16,7 @@ from greenroom.cli.terminal.live import status
 from greenroom.hf.text.generate import Answer
 from greenroom.runtime.driver.stats import Stats
 from tests.cli.conftest import Ran, Run, start
+from tests.hf.mtp.checkpoints import mtp_folder
 from tests.models import cached_tiny
 
 PROMPT = "The green room is where"
@@ -198,6 +199,20 @@ def test_speculation_keeps_the_text_and_is_reported(cli: Run) -> None:
     assert "speculation" not in plain.json
     assert "speculation by lookup" in drafted.err
     assert "speculation" not in plain.err
+
+
+def test_an_mtp_layer_keeps_the_text_and_is_reported(cli: Run) -> None:
+    folder, options = mtp_folder(), ("--cache", "50%", "--max-new-tokens", 30, "--json")
+    plain = cli("run", folder, PROMPT, *options)
+    drafted = cli("run", folder, PROMPT, *options, "--speculate", "mtp")
+    assert drafted.json["token_ids"] == plain.json["token_ids"]
+    assert list(drafted.json["speculation"]) == ["passes", "drafted", "accepted", "on", "verdict"]
+    assert "speculation by an MTP layer" in drafted.err
+
+
+def test_a_model_without_an_mtp_layer_is_refused(cli: Run, folder: Path) -> None:
+    found = cli("run", folder, PROMPT, "--cache", "25%", *FEW, "--speculate", "mtp")
+    assert "--speculate mtp does not work with Qwen3MoeForCausalLM" in found.mistake
 
 
 def test_a_model_without_speculation_says_why(cli: Run, folder: Path) -> None:

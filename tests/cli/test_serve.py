@@ -275,6 +275,11 @@ def test_a_port_that_is_in_use(cli: Run, folder: Path) -> None:
         assert cli("serve", folder, "--port", port).mistake.startswith(f"port {port} is in use")
 
 
+def test_an_mtp_layer_drafts_for_one_request_at_a_time(cli: Run, folder: Path) -> None:
+    refused = cli("serve", folder, "--speculate", "mtp").mistake
+    assert "drafts for one request at a time: add --max-batch 1" in refused
+
+
 def test_others_are_let_in_only_with_a_key(
     cli: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,7 +104,7 @@ class Served:
 
         def load(progress: Callable[[float, str], None]) -> LoadedModel:
             progress(0.0, "loading")
-            skeleton = ModelSkeleton.of(folder)
+            skeleton = ModelSkeleton.of(folder, mtp=serve.get("speculate") == "mtp")
             sizes = kv_bytes(skeleton.model, kv, block=512, room=context)
             setup = ModelSetup(
                 skeleton.catalog,

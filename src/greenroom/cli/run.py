@@ -14,7 +14,7 @@ from greenroom.cli.options.fields import add_model, add_options, add_verbose, co
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import check_target
 from greenroom.cli.terminal.progress import Progress, model_progress, open_model
-from greenroom.config import LOOKUP, LoadConfig, SamplingConfig, SpeculationConfig, show_bytes
+from greenroom.config import MTP, OFF, LoadConfig, SamplingConfig, SpeculationConfig, show_bytes
 from greenroom.config.tables import SYSTEMS
 from greenroom.errors import UsageError
 from greenroom.sim.table import show_time
@@ -120,9 +120,10 @@ def _run(
     from greenroom.hf.text.generate import DraftedLoop, answer
 
     out = _Out(shown=not args.json)
-    with open_model(args.model, load, progress, args.verbose) as (model, tokenizer):
+    mtp = speculation.speculate == MTP
+    with open_model(args.model, load, progress, args.verbose, mtp) as (model, tokenizer):
         greenroom, loop = model.greenroom, None
-        if speculation.speculate == LOOKUP:
+        if speculation.speculate != OFF:
             loop = DraftedLoop(model)
             print(loop.description, file=sys.stderr)
         greenroom.timeline(args.timeline is not None)

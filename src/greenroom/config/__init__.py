@@ -4,6 +4,7 @@ from greenroom.amounts import UNITS, Amount, format_amount, parse_share, show_by
 from greenroom.config.load import LoadConfig
 from greenroom.config.serve import (
     LOOKUP,
+    MTP,
     OFF,
     SamplingConfig,
     ServeConfig,
@@ -23,6 +24,7 @@ __all__ = [
     "GROUPS",
     "INEXACT",
     "LOOKUP",
+    "MTP",
     "OFF",
     "ORDERS",
     "PINS",

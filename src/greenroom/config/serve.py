@@ -8,7 +8,7 @@ from greenroom.amounts import Amount, bytes_check, parse_share
 from greenroom.errors import UsageError
 from greenroom.option import PREFETCHING, above, at_least, check_options, option, within
 
-OFF, LOOKUP = "off", "lookup"  # values of --speculate
+OFF, LOOKUP, MTP = "off", "lookup", "mtp"  # values of --speculate
 GREEDY_BELOW = 1e-5  # lower temperatures choose the likeliest token
 LEAST_TEMPERATURE = 1e-2  # of those above: quotients of logits stay far from the largest float
 
@@ -56,11 +56,12 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Options of speculation: several tokens in one pass, where earlier text repeats itself."""
+    """Options of speculation: several tokens in one pass, if their drafts are right."""
 
     speculate: str = option(
         OFF, "verify drafts of the next tokens in one pass, taken from what followed the same"
-        " tokens before (lookup); the text stays the same", None, (OFF, LOOKUP), shown=True,
+        " tokens before (lookup), or predicted by the checkpoint's MTP layer (mtp: one"
+        " request at a time); the text stays the same", None, (OFF, LOOKUP, MTP), shown=True,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -116,18 +116,18 @@ def model_progress(model: str) -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def open_model(
-    source: str, config: LoadConfig, progress: Progress, verbose: bool
+    source: str, config: LoadConfig, progress: Progress, verbose: bool, mtp: bool = False
 ) -> Iterator[tuple[Any, Any]]:
     """Load a model and its tokenizer, as a context manager.
 
-    The expert cache is closed at the end. A line that describes the loaded model is printed on
-    standard error.
+    `mtp` adds the checkpoint's MTP layer. The expert cache is closed at the end. A line that
+    describes the loaded model is printed on standard error.
     """
     from greenroom.hf.load.load import load_with
     from greenroom.hf.load.report import startup_line
 
     quiet(progress)
-    model, tokenizer = load_with(source, config, progress=progress.of(source))
+    model, tokenizer = load_with(source, config, progress=progress.of(source), mtp=mtp)
     collect_garbage()
     try:
         progress.clear()

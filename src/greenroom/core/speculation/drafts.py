@@ -82,6 +82,8 @@ class Drafter:
     It also observes which drafts would have been right, whether they are used or not.
     """
 
+    due = 0  # draft tokens that the next pass should verify in any case
+
     def __init__(self, acceptance: Acceptance, history: History | None = None) -> None:
         self._text, self._acceptance, self._history = SuffixAutomaton(), acceptance, history
         self._matches: list[tuple[SuffixAutomaton, Match]] = []
@@ -112,6 +114,10 @@ class Drafter:
         if not self._open:
             self._open, self._matched, self._right = tokens, matched, 0
         return Draft(tokens, self._acceptance.chance(matched))
+
+    def tokens(self, draft: Draft, count: int) -> list[int]:
+        """Return the first `count` tokens of a draft."""
+        return list(draft.tokens[:count])
 
     def _observe(self, token: int) -> None:
         """Compare a token with the draft that was made before it."""

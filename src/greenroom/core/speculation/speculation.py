@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from greenroom.core.speculation.drafts import Acceptance, Drafter, History
 from greenroom.core.speculation.guard import SpeculationGuard
+from greenroom.core.speculation.model_drafts import Chance, ModelDrafter
 from greenroom.core.speculation.pace import PassTimes, worthwhile
+
+AnyDrafter = Drafter | ModelDrafter
 
 
 @dataclass(slots=True)
@@ -24,13 +27,14 @@ class Speculation:
     """Decides which drafts the next pass verifies, by measured chances and times.
 
     `most` is the most tokens of a pass. Tokens are drafted from a text itself, and with `history`
-    from the texts that were remembered.
+    from the texts that were remembered; or a part of the model predicts them.
     """
 
     def __init__(self, most: int, history: bool = False) -> None:
         self.counts, self.guard = SpeculationCounts(), SpeculationGuard()
         self.history = History() if history else None
         self._most, self._times, self._acceptance = most, PassTimes(), Acceptance()
+        self._chance = Chance()  # of predicted tokens
         self._has_drafts = False  # whether the pass has drafts, or would have but for the guard
 
     def drafter(self, tokens: Sequence[int]) -> Drafter:
@@ -39,7 +43,11 @@ class Speculation:
         drafter.extend(tokens)
         return drafter
 
-    def choose(self, drafters: Sequence[Drafter], limits: Sequence[int]) -> list[list[int]]:
+    def model_drafter(self, predict: Callable[[], int]) -> ModelDrafter:
+        """Begin to draft for a text by a function that predicts its next token."""
+        return ModelDrafter(self._chance, predict)
+
+    def choose(self, drafters: Sequence[AnyDrafter], limits: Sequence[int]) -> list[list[int]]:
         """Return the draft tokens that the next pass verifies, for each of its sequences.
 
         `limits` are the most draft tokens of each. Call `record` after the pass.
@@ -50,10 +58,15 @@ class Speculation:
             for draft, limit in zip(drafts, limits, strict=True)
         ]
         lengths = worthwhile(drafts, self._times, self._most)
+        if not any(lengths):
+            due = zip(drafters, drafts, strict=True)
+            lengths = [min(each.due, len(draft.tokens)) for each, draft in due]
         self._has_drafts = any(lengths)
         if not self.guard.on:
             return [[] for _ in drafts]
-        return [list(draft.tokens[:n]) for draft, n in zip(drafts, lengths, strict=True)]
+        return [
+            each.tokens(draft, n) for each, draft, n in zip(drafters, drafts, lengths, strict=True)
+        ]
 
     def record(self, drafts: Sequence[Sequence[int]], tokens: int, seconds: float) -> None:
         """Record the time of a pass.

@@ -14,6 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightTransform
 
 from greenroom.hf.adapters.helpers.experts_interface import Adapter
+from greenroom.hf.mtp.layer import renamings
 
 # Each name is a folder of transformers' models, and a file of this package.
 ADAPTERS = (
@@ -65,7 +66,7 @@ def weight_transforms(model: PreTrainedModel, quantiser: Any = None) -> list[Wei
 
     `quantiser` is transformers' quantiser for a checkpoint that must be dequantised, else None.
     """
-    mapping = get_model_conversion_mapping(model, None, quantiser)
+    mapping = [*renamings(model), *get_model_conversion_mapping(model, None, quantiser)]
     adapter = adapter_of(model)
     if adapter is None:
         return mapping

@@ -18,6 +18,7 @@ from greenroom.hf.checkpoint.pack.catalog import PackCatalog
 from greenroom.hf.kv.cache import append_token, remove_token
 from greenroom.hf.memory.approximate import approximate_layer
 from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.mtp.layer import mtp_layer_of
 from greenroom.runtime.cuda.calibrate import calibrate, trial_step
 from greenroom.runtime.cuda.co_compute import CoComputeKernel
 from greenroom.runtime.cuda.engine import Engine
@@ -202,6 +203,7 @@ class Bindings:
     def is_token_wise(self, model: PreTrainedModel) -> bool:
         """Return whether compiled code computes all layers, independently for each token."""
         layers = model.config.get_text_config().num_hidden_layers
+        layers += mtp_layer_of(model) is not None
         compiled = 0 if self.accelerated is None else self.accelerated.counts.get("layer", 0)
         return bool(compiled == layers) and not any(
             experts.fallback_reason for experts in self.experts

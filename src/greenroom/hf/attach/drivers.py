@@ -13,6 +13,7 @@ from greenroom.hf.attach.predictors import runs_in_worker
 from greenroom.hf.memory.devices import lanes_of, links_of
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slots import chunks_in, host_tier, make_host_memory, make_slots, pieces_of
+from greenroom.hf.mtp.layer import without_mtp
 from greenroom.policies import policy as named_policy
 from greenroom.runtime.cuda.calibrate import nominal_costs
 from greenroom.runtime.cuda.engine import Engine
@@ -63,7 +64,7 @@ def make_driver(
         scheduler,
         store,
         slots,
-        foresight=Foresight(predictor, setup.catalog.offsets) if predictor else None,
+        foresight=Foresight(predictor, without_mtp(setup.catalog).offsets) if predictor else None,
         guard=Guard() if setup.guard and predictor else None,
         predict_in_worker=runs_in_worker(predictor, setup.predict_in, setup.cuda),
         links=links_of(setup),

@@ -14,6 +14,7 @@ from greenroom.core.layout import Catalog
 from greenroom.core.predictor import Predictor, Shape
 from greenroom.errors import PredictorError, UsageError
 from greenroom.hf.memory.budget import experts_per_token
+from greenroom.hf.mtp.layer import without_mtp
 from greenroom.plan.history.files import load_predictor
 from greenroom.predictors import AUTO, AUTOMATIC, PredictorChoice, PredictorSetup, predictor
 from greenroom.predictors.learned import NEXT_GATE
@@ -145,7 +146,7 @@ def prefetch_predictors(
     For `auto`, the first predictor that works with the model is taken, in the order `next-gate`,
     `markov`. Raises UsageError or PredictorError if the named predictor does not work with it.
     """
-    choice = _choice(prefetch, file)
+    choice, catalog = _choice(prefetch, file), without_mtp(catalog)
     if choice.kind.name == "none":
         return None
     if choice.kind is not AUTO:

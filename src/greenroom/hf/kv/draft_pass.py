@@ -17,6 +17,7 @@ from torch import Tensor
 from greenroom.hf.kv.batch import Batch
 from greenroom.hf.kv.batched_cache import length_of
 from greenroom.hf.kv.cache import has_all_tokens, make_growing, make_room, truncate
+from greenroom.hf.mtp.layer import mtp_layer_of
 from greenroom.runtime.kernels.dense.accelerate import FEW
 
 MOST_ROWS = FEW  # tokens of a pass: for so many, compiled layers give the bits of one token
@@ -30,7 +31,7 @@ class DraftPass:
     """
 
     def __init__(self, model: Any) -> None:
-        self._batch = Batch(model, exact=True)
+        self._batch, self._mtp = Batch(model, exact=True), mtp_layer_of(model)
         approximated = model.greenroom.setup.approximation is not None
         self.obstacle = (
             "misses are approximated, so the output depends on the expert cache" * approximated
@@ -41,7 +42,9 @@ class DraftPass:
     @property
     def description(self) -> str:
         """Describe speculation in a few words, for the start-up line."""
-        return f"no speculation: {self.obstacle}" if self.obstacle else "speculation by lookup"
+        if self.obstacle:
+            return f"no speculation: {self.obstacle}"
+        return f"speculation by {'lookup' if self._mtp is None else 'an MTP layer'}"
 
     def __call__(self, ids: Sequence[Sequence[int]], caches: Sequence[Any]) -> list[Tensor]:
         """Return the logits after each new token of some sequences: [new tokens, vocabulary] each.

@@ -23,6 +23,7 @@ from greenroom.hf.memory.budget import PREFILL_BLOCK, MemoryNeeds, Workspace, ex
 from greenroom.hf.memory.devices import COMPILED
 from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.model.skeleton import ModelSkeleton
+from greenroom.hf.mtp.layer import mtp_layer_of
 from greenroom.plan.history.files import load_records
 from greenroom.plan.model import Model
 from greenroom.runtime.kernels.dense.table import stored_weight
@@ -64,6 +65,10 @@ class Description:
             skeleton.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=on_a_gpu, room=context
         )
         digest = fingerprint(skeleton.checkpoint)
+        if mtp_layer_of(skeleton.model) is not None:  # it has experts and a KV cache of its own
+            digest += "-mtp"
+            layers = keys_values.layers
+            keys_values = replace(keys_values, layers=(*layers, layers[-1]))
         return cls(skeleton, digest, context, keys_values, experts_per_token(skeleton.model))
 
     def slot_budget(

@@ -99,12 +99,14 @@ def load_with(
     remember: bool = True,
     progress: Progress = lambda share, what: None,
     caller_bytes: int = 0,
+    mtp: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Mixture-of-Experts model from a checked configuration.
 
     remember:     use the routing and memory figures of earlier runs, and save those of this run
     progress:     called with the share of loading time so far (0 to 1) and the name of a step
     caller_bytes: bytes of a CPU run's `--memory` that the calling program uses for itself
+    mtp:          load the checkpoint's MTP layer too, which drafts tokens (`--speculate mtp`)
     """
     if warning := late_import_warning():
         log.warning("%s", warning)
@@ -115,7 +117,7 @@ def load_with(
 
             source = repacked(source, config.repack, config.config, progress)
             config = replace(config, config=None)
-        files, skeleton, on_a_gpu = resolve(source, config)
+        files, skeleton, on_a_gpu = resolve(source, config, mtp)
         description = Description.of(skeleton, config, on_a_gpu)
         setup = requested_setup(files, description, config, remember)
         tokenizer = tokenizer_of(files.checkpoint)

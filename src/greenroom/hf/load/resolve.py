@@ -14,12 +14,14 @@ from greenroom.predictors import predictor
 from greenroom.runtime.kernels.table import GPU_KERNEL
 
 
-def resolve(source: str, config: LoadConfig) -> tuple[ModelSource, ModelSkeleton, bool]:
+def resolve(
+    source: str, config: LoadConfig, mtp: bool = False
+) -> tuple[ModelSource, ModelSkeleton, bool]:
     """Find a model's checkpoint, and build the model on the meta device.
 
     Returns (source, skeleton, whether a GPU computes the experts). A hub id that is not in the
-    local cache is downloaded; of local files, only config and tensor headers are read. Also sets
-    torch's number of threads if `--threads` is given.
+    local cache is downloaded; of local files, only config and tensor headers are read. `mtp` adds
+    the checkpoint's MTP layer. Also sets torch's number of threads if `--threads` is given.
 
     Raises UnknownName, UsageError or DeviceError for impossible options, and NotAModel, NotMoE,
     UnsupportedModel or CheckpointError for a model that cannot be loaded.
@@ -30,7 +32,8 @@ def resolve(source: str, config: LoadConfig) -> tuple[ModelSource, ModelSkeleton
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = find_checkpoint(source, config.config)
-    return ModelSource.of(checkpoint, config.dtype), ModelSkeleton.of(checkpoint, config.dtype), gpu
+    skeleton = ModelSkeleton.of(checkpoint, config.dtype, mtp)
+    return ModelSource.of(checkpoint, config.dtype), skeleton, gpu
 
 
 def on_a_gpu(config: LoadConfig) -> bool:

@@ -50,6 +50,7 @@ from greenroom.hf.model.dense import (
 from greenroom.hf.model.encoded import EncodedParameter, JoinedParameter
 from greenroom.hf.model.implementation import IMPLEMENTATION
 from greenroom.hf.model.lazy import LazyTensor, decode_gguf
+from greenroom.hf.mtp.layer import add_mtp_layer
 from greenroom.json_file import printable, read_object
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.memory.arena import TensorArena
@@ -81,21 +82,23 @@ class ModelSkeleton:
     _encoded: dict[str, DenseParameter] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto") -> ModelSkeleton:
+    def of(
+        cls, source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto", mtp: bool = False
+    ) -> ModelSkeleton:
         """Build a checkpoint's model on the meta device, and index its experts' byte ranges.
 
         Only config and tensor headers are read. `dtype` is "auto" (that of the config, else of the
-        weights), "bfloat16", "float16" or "float32". Raises NotAModel, NotMoE, UnsupportedModel,
-        CheckpointError, or UnknownName for another dtype.
+        weights), "bfloat16", "float16" or "float32"; `mtp` adds the MTP layer. Raises NotAModel,
+        NotMoE, UnsupportedModel, CheckpointError, or UnknownName for another dtype.
         """
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         with wrap_library_errors(
             f"{checkpoint.folder}: cannot build a model from its config and tensors"
         ):
-            return cls._of(checkpoint, dtype)
+            return cls._of(checkpoint, dtype, mtp)
 
     @classmethod
-    def _of(cls, checkpoint: Checkpoint, dtype: str) -> ModelSkeleton:
+    def _of(cls, checkpoint: Checkpoint, dtype: str, mtp: bool) -> ModelSkeleton:
         config = _config(checkpoint)
         kind, config = class_of(config)
         config.name_or_path = str(checkpoint.folder)  # the config of a text part has no path
@@ -106,6 +109,8 @@ class ModelSkeleton:
             remove_towers(model)
         if warning := adapt(model):
             log.warning("%s", warning)
+        if mtp:
+            add_mtp_layer(model, checkpoint, main)
         dtypes = TargetDtypes(model._get_dtype_plan(main))
         layers = find_streamed_parameters(model, dtypes)
         conversions, unused = conversions_of(model, checkpoint)

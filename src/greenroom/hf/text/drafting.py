@@ -8,6 +8,7 @@ the text is the same. A pass computes some tokens ahead, and those that are not 
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import BaseStreamer, GenerationMode
 
+from greenroom.core.speculation.drafts import Drafter
+from greenroom.core.speculation.model_drafts import ModelDrafter
 from greenroom.core.speculation.speculation import Speculation
 from greenroom.hf.kv.cache import truncate
 from greenroom.hf.kv.draft_pass import MOST_ROWS, DraftPass
+from greenroom.hf.text.next_tokens import NextTokens
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -37,6 +41,7 @@ class DraftedLoop:
             self._pass.obstacle = f"the model's generation config asks for {mode.value}"
         self.obstacle, self.description = self._pass.obstacle, self._pass.description
         self.speculation = Speculation(MOST_ROWS)
+        self._mtp = NextTokens.of(model, self.obstacle)
 
     def options(self, streamer: BaseStreamer) -> dict[str, Any]:
         """Return the options of `generate` that make it call this loop.
@@ -58,8 +63,10 @@ class DraftedLoop:
         **model_kwargs: Any,
     ) -> Tensor:
         """Generate tokens after a prompt [1, tokens]; return both."""
-        drafter, drafts = self.speculation.drafter(input_ids[0].tolist()), [list[int]()]
-        out = model._prefill(input_ids, generation_config, model_kwargs)
+        ids, mtp, drafts = input_ids[0].tolist(), self._mtp, [list[int]()]
+        drafter = self._drafter(ids)
+        with nullcontext() if mtp is None else mtp.reading(ids):
+            out = model._prefill(input_ids, generation_config, model_kwargs)
         cache, logits, seconds = out.past_key_values, out.logits[:, -1], 0.0
         del out  # its logits may be large
         while True:
@@ -80,13 +87,24 @@ class DraftedLoop:
             if ended:
                 break
             begin = time.perf_counter()
-            drafter.extend(input_ids[0, before:].tolist())
+            drafter.extend(new := input_ids[0, before:].tolist())
+            ids += new
+            if mtp is not None and seconds:
+                mtp.see(ids, before - 1, len(new))
             room = stopping_criteria.max_length - tokens - 1
             drafts = self.speculation.choose([drafter], [room])
             (logits,) = self._pass([[int(token), *drafts[0]]], [cache])
             seconds = time.perf_counter() - begin
+        if mtp is not None:
+            mtp.end()
         streamer.end()
         return input_ids
+
+    def _drafter(self, prompt: list[int]) -> Drafter | ModelDrafter:
+        """Begin to draft for a prompt."""
+        if self._mtp is None:
+            return self.speculation.drafter(prompt)
+        return self.speculation.model_drafter(self._mtp.predict)
 
 
 def _choose(scores: Tensor, do_sample: bool) -> Tensor:

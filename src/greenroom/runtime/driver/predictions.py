@@ -102,9 +102,14 @@ class Predictions:
         """Tell the expert predictor which experts a layer's router chose.
 
         `observe_routing(inputs)` returns the routing, and the router's input hidden states if
-        `inputs` is true.
+        `inputs` is true. Layers after those that the predictor knows are not observed.
         """
-        if observe_routing is None or not self._pass_observed or not self._enabled:
+        if (
+            layer >= self._layers
+            or observe_routing is None
+            or not self._pass_observed
+            or not self._enabled
+        ):
             return
         assert self.foresight is not None
         inputs = self._on and not (self._prefill and self.foresight.stays_in_pass(layer))

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from greenroom.core.speculation.drafts import Drafter
+from greenroom.core.speculation.model_drafts import ModelDrafter
 from greenroom.core.speculation.speculation import Speculation
 from greenroom.hf.kv.draft_pass import MOST_ROWS, DraftPass
+from greenroom.hf.text.next_tokens import NextTokens
 
 if TYPE_CHECKING:
     from greenroom.server.engine.batches import Share
@@ -30,6 +33,9 @@ class Drafts:
         self._current: list[Sequence] = []  # requests of the pass that is timed
         self._drafted: list[list[int]] = []  # their drafts
         self._seconds = 0.0
+        self._mtp = NextTokens.of(model, self.obstacle)
+        # The request of the last pass, if it was alone, and where its tokens of that pass begin.
+        self._single: tuple[Sequence, int] | None = None
 
     def choose(self, shares: Many[Share]) -> bool:
         """Choose the requests' drafts for the next pass; return whether there are any.
@@ -43,14 +49,37 @@ class Drafts:
         drafters = []
         for each in self._current:
             if each.drafter is None:
-                each.drafter = self.speculation.drafter(())
+                each.drafter = self._drafter()
             each.drafter.extend(each.ids[len(each.drafter) :])
             drafters.append(each.drafter)
         limits = [each.request.max_new_tokens - each.new - 1 for each in self._current]
+        if self._mtp is not None and not (self._single and self._mtp.is_ready):
+            limits = [0] * len(limits)
         self._drafted = self.speculation.choose(drafters, limits)
         for each, draft in zip(self._current, self._drafted, strict=True):
             each.draft = draft
         return any(self._drafted)
+
+    def _drafter(self) -> Drafter | ModelDrafter:
+        if self._mtp is None:
+            return self.speculation.drafter(())
+        return self.speculation.model_drafter(self._mtp.predict)
+
+    def follow(self, shares: Many[Share]) -> None:
+        """Let the MTP layer see the last pass of the next pass's request.
+
+        The passes of a request must be its own. Tokens of a reused KV cache are left out. Call this
+        before the time of the next pass begins, since the layer may compute those of a prompt.
+        """
+        before, self._single = self._single, None
+        if self._mtp is None or len(shares) != 1:
+            return
+        ((each, _),) = shares
+        if before is None or before[0] is not each:
+            self._mtp.begin()
+        else:
+            self._mtp.see(each.ids, before[1], each.computed - before[1])
+        self._single = each, each.computed
 
     def verify(self, caches: Many[Any]) -> list[Tensor]:
         """Run a pass with the drafts of its requests, and return their logits.
@@ -77,6 +106,9 @@ class Drafts:
 
     def remember(self, sequence: Sequence) -> None:
         """Remember the text of an ended request, so that later answers can repeat it."""
+        if self._mtp is not None and self._single is not None and self._single[0] is sequence:
+            self._single = None
+            self._mtp.end()
         if not self.obstacle:
             self.speculation.remember(sequence.ids[sequence.reused :])
 

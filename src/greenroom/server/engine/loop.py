@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from greenroom.config import LOOKUP, ServeConfig
+from greenroom.config import OFF, ServeConfig
 from greenroom.errors import ClosedError, GreenroomError, UnsupportedModel
 from greenroom.hf.kv.batch import Batch
 from greenroom.runtime.kernels.dense.stored import weight_matrix
@@ -236,7 +236,7 @@ class ContinuousEngine:
         self.batch = Batch(self.model, exact=config.batch_invariant)
         if self.batch.sequential_reason:
             log.warning("requests are computed one after another: %s", self.batch.sequential_reason)
-        self.drafts = Drafts(self.model) if config.speculate == LOOKUP else None
+        self.drafts = Drafts(self.model) if config.speculate != OFF else None
         chunk = config.prefill_chunk
         self.passes = PassRunner(greenroom, self.batch, chunk, self.journal, self.drafts)
         limit = kv_limit(greenroom, config)

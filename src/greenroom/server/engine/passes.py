@@ -133,14 +133,16 @@ class PassRunner:
     def _run(self, shares: list[Share], drafts: Drafts | None) -> Outcome:
         if not self._begin([sequence for sequence, _ in shares]):
             return []
-        begin, drafted = time.perf_counter(), drafts is not None and drafts.choose(shares)
         ids = [each.ids[each.computed : each.computed + count] for each, count in shares]
         caches = [each.cache for each, _ in shares]
         scored = [each.scores is not None for each, _ in shares]
         before = self._driver.scheduler.view.counted()
         try:
             with device_errors():
-                if drafts is not None and drafted:
+                if drafts is not None:
+                    drafts.follow(shares)
+                begin = time.perf_counter()
+                if drafts is not None and drafts.choose(shares):
                     logits = drafts.verify(caches)
                 else:
                     logits = self._batch(ids, caches, scored)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from greenroom.core.speculation.drafts import Drafter
+from greenroom.core.speculation.model_drafts import ModelDrafter
 from greenroom.errors import GreenroomError
 from greenroom.hf.kv import cache as kv
 from greenroom.server.engine.prefixes import Ids, as_ids
@@ -57,7 +58,7 @@ class Sequence:
     answered: float | None = None  # when its first token came
     requests: int = 0  # of experts, in its passes
     hits: int = 0
-    drafter: Drafter | None = None  # of its tokens, where speculation is on
+    drafter: Drafter | ModelDrafter | None = None  # of its tokens, where speculation is on
     draft: list[int] = field(default_factory=list)  # that the current pass verifies
 
     def __post_init__(self) -> None:

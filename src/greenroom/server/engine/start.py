@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from greenroom.config import Amount, LoadConfig, ServeConfig
+from greenroom.config import MTP, Amount, LoadConfig, ServeConfig
 from greenroom.predictors import OFF
 from greenroom.server.engine.journal import Journal
 from greenroom.server.engine.loop import ContinuousEngine, LoadedModel, Progress
@@ -46,7 +46,11 @@ def start(
         from greenroom.hf.load.report import startup_line
 
         model, tokenizer = load_with(
-            source, load, progress=progress, caller_bytes=overhead_bytes(load.context, serve)
+            source,
+            load,
+            progress=progress,
+            caller_bytes=overhead_bytes(load.context, serve),
+            mtp=serve.speculate == MTP,
         )
         return LoadedModel(model, tokenizer, startup_line(source, model, load, verbose))
 

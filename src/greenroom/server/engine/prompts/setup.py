@@ -9,6 +9,7 @@ from typing import Any
 from greenroom.config import Amount, ServeConfig
 from greenroom.errors import UnsupportedModel
 from greenroom.hf.kv.stored import refusal_reason, window_lengths
+from greenroom.hf.mtp.layer import mtp_layer_of
 from greenroom.runtime.driver.disk_turns import DiskTurns
 from greenroom.runtime.store.disk import CHUNK_BYTES
 from greenroom.server.engine.prompts.folder import MOST_FILES, PromptFolder
@@ -37,6 +38,8 @@ def open_prompt_store(
     setup = greenroom.setup
     windows = window_lengths(model, setup.context)
     sizes = [layer.token for layer in setup.keys_values.layers]
+    if mtp_layer_of(model) is not None:  # its keys and values are not stored
+        sizes.pop()
     if len(sizes) != len(windows):
         raise UnsupportedModel(
             f"--prompt-cache cannot be used: layers of {type(model).__name__} share keys and values"

@@ -1,0 +1,1 @@
+"""MTP layers of checkpoints: they predict the token after the next one."""
