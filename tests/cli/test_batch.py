@@ -59,6 +59,10 @@ def test_mistakes_are_named_before_the_model_is_loaded(cli: Run, tmp_path: Path)
         "--max-batch must be at least 1"
         in cli("batch", "demo", source, "-o", out, "--max-batch", 0).mistake
     )
+    assert (
+        "one request at a time"
+        in cli("batch", "demo", source, "-o", out, "--speculate", "mtp").mistake
+    )
     assert not out.exists()
 
 

@@ -15,7 +15,7 @@ from greenroom.cli.early.checks import check_early
 from greenroom.cli.options.fields import add_model, add_options, add_verbose, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.progress import Progress, collect_garbage, quiet
-from greenroom.config import MTP, LoadConfig, ServeConfig
+from greenroom.config import LoadConfig, ServeConfig
 from greenroom.errors import GreenroomError, UsageError
 from greenroom.hf.checkpoint.names import check_name
 
@@ -41,11 +41,6 @@ def main(args: argparse.Namespace) -> None:
             "--batch-invariant makes answers independent of other requests, but approximated misses"
             " depend on the experts that other requests left in the cache: leave out"
             " --batch-invariant, or --miss-precision, --skip-below and --substitute-below"
-        )
-    if config.speculate == MTP and config.max_batch > 1:
-        raise UsageError(
-            "--speculate mtp drafts for one request at a time: add --max-batch 1, or use"
-            " --speculate lookup"
         )
     check_name(args.model)
     need_extra("serve")

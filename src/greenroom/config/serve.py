@@ -168,3 +168,8 @@ class ServeConfig(SpeculationConfig):
             raise UsageError(
                 "--prompt-cache and --no-prefix-reuse exclude each other: leave out one of them"
             )
+        if self.speculate == MTP and self.max_batch > 1:
+            raise UsageError(
+                "--speculate mtp drafts for one request at a time: add --max-batch 1, or use"
+                " --speculate lookup"
+            )
