@@ -106,6 +106,8 @@ ROWS = (
         ("slots", "bf16, tokens/s", "bf12", "ratio")),
     Row("batch.py", "demo --requests 4 --tokens 4 --prompt 8 --rounds 1 --orders turns sorted",
         ("answers at a time", "tokens/s", "MB read a token")),
+    Row("mtp.py", "{out}/glm --tiny --caches 50% --right 0.5 --tokens 12 --repeats 1",
+        ("experts in slots", "tokens a pass", "in CPU seconds")),
     Row("bf12.py", "demo --types", ("entropy coder", "codes of 4 bits")),
     Row("pack.py", "{model} --out {out} --kinds int8", ("experts", "packing, s", "floor, s")),
     Row("pressure.py", "demo --cache 100% --limit 1.6GB --take 0.9 --seconds 1 --threads 1"

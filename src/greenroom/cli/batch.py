@@ -58,6 +58,7 @@ def add_to(parser: Parser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     load, config = take(args, LoadConfig), take(args, ServeConfig)
+    config.check_drafts()
     check_early(load)
     check_name(args.model)
     need_extra("batch")

@@ -42,6 +42,7 @@ def main(args: argparse.Namespace) -> None:
             " depend on the experts that other requests left in the cache: leave out"
             " --batch-invariant, or --miss-precision, --skip-below and --substitute-below"
         )
+    config.check_drafts()
     check_name(args.model)
     need_extra("serve")
     with contextlib.ExitStack() as stack:

@@ -168,6 +168,9 @@ class ServeConfig(SpeculationConfig):
             raise UsageError(
                 "--prompt-cache and --no-prefix-reuse exclude each other: leave out one of them"
             )
+
+    def check_drafts(self) -> None:
+        """Raise UsageError if the requests at a time are too many for the drafts."""
         if self.speculate == MTP and self.max_batch > 1:
             raise UsageError(
                 "--speculate mtp drafts for one request at a time: add --max-batch 1, or use"
