@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,14 +28,12 @@ import torch
 
 # isort: on
 from checkpoints import make_tokenizer
-from common import commit, machine, note, show_ratio, table
+from common import commit, machine, table
 from safetensors.torch import load_file, save_file
-from speculation import answer
+from speculation import measured
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from greenroom.config import LoadConfig
-from greenroom.core.speculation.speculation import Speculation
-from greenroom.hf.kv.draft_pass import MOST_ROWS
 from greenroom.hf.load.load import load_with
 from greenroom.hf.text.drafting import DraftedLoop
 
@@ -47,7 +44,7 @@ TINY = {"layers": 2, "experts": 8, "top_k": 2, "width": 64, "hidden": 128, "voca
 LEAST_ID = 5
 COLUMNS = (
     "experts in slots", "right", "tokens/s without", "tokens a pass", "with / without",
-    "in CPU seconds", "verdict",
+    "in CPU seconds",
 )  # fmt: skip
 
 
@@ -118,25 +115,8 @@ def row_of(model: Any, cache: str, right: float, args: argparse.Namespace) -> li
     text, loop = text_of(model, prompt, right, args.tokens), DraftedLoop(model)
     if loop.obstacle:
         raise SystemExit(loop.obstacle)
-    pairs, cpu_pairs, a_pass = [], [], []
-    for repeat in range(args.repeats):
-        results: dict[bool, list[float]] = {}
-        for drafted in (False, True) if repeat % 2 else (True, False):
-            loop.speculation = Speculation(MOST_ROWS)  # every answer learns anew
-            *results[drafted], tokens = answer(model, prompt, text, loop if drafted else None)
-            assert tokens == text
-            if drafted:
-                counts, verdict = loop.speculation.counts, loop.speculation.as_json()
-                a_pass.append((len(text) - 1) / (len(text) - 1 - counts.accepted))
-        (rate, cpu_rate), (plain, plain_cpu) = results[True], results[False]
-        pairs.append((rate, plain))
-        cpu_pairs.append((cpu_rate, plain_cpu))
-        note(f"{cache}, {right:g}: {rate:.1f} tokens/s with drafts, {plain:.1f} without")
-    return [
-        cache, f"{right:.0%}", f"{statistics.median(rate for _, rate in pairs):.1f}",
-        f"{statistics.median(a_pass):.2f}", show_ratio(pairs), show_ratio(cpu_pairs),
-        str(verdict.get("verdict", "")),
-    ]  # fmt: skip
+    cells = measured(model, f"{cache}, {right:g}", prompt, text, loop, args.repeats)
+    return [cache, f"{right:.0%}", *cells]
 
 
 def main() -> None:

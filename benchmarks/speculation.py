@@ -109,6 +109,34 @@ def answer(
     return wall, cpu, out[0, len(prompt) :].tolist()
 
 
+def measured(
+    model: Any, name: str, prompt: list[int], text: list[int], loop: DraftedLoop, repeats: int
+) -> list[str]:
+    """Answer with a given text in pairs, with and without drafts.
+
+    Returns tokens/s without drafts, tokens a pass, and the ratios of tokens/s and of CPU seconds.
+    """
+    pairs, cpu_pairs, a_pass = [], [], []
+    for repeat in range(repeats):
+        results: dict[bool, list[float]] = {}
+        for drafted in (False, True) if repeat % 2 else (True, False):
+            loop.speculation = Speculation(MOST_ROWS)  # every answer learns anew
+            *results[drafted], tokens = answer(model, prompt, text, loop if drafted else None)
+            assert tokens == text
+            if drafted:
+                counts = loop.speculation.counts
+                a_pass.append((len(text) - 1) / (len(text) - 1 - counts.accepted))
+                right = f"{counts.accepted} of {counts.drafted} draft tokens right"
+        (rate, cpu_rate), (plain, plain_cpu) = results[True], results[False]
+        pairs.append((rate, plain))
+        cpu_pairs.append((cpu_rate, plain_cpu))
+        note(f"{name}: {rate:.1f} tokens/s with drafts, {plain:.1f} without; {right}")
+    shown = f"{statistics.median(rate for _, rate in pairs):.1f}"
+    return [
+        shown, f"{statistics.median(a_pass):.2f}", show_ratio(pairs), show_ratio(cpu_pairs)
+    ]  # fmt: skip
+
+
 @torch.inference_mode()
 def compare(model: Any, name: str, args: argparse.Namespace) -> list[Any]:
     """A row of the table: one kind of text."""
@@ -120,25 +148,8 @@ def compare(model: Any, name: str, args: argparse.Namespace) -> list[Any]:
         raise SystemExit(loop.obstacle)
     for each in (loop, None):  # then kernels are warm, and experts are in memory
         answer(model, prompt, text, each)
-    pairs, cpu_pairs, rates = [], [], []
-    for repeat in range(args.repeats):
-        results: dict[bool, list[float]] = {}
-        for drafted in (False, True) if repeat % 2 else (True, False):
-            loop.speculation = Speculation(MOST_ROWS)  # every answer learns anew
-            *results[drafted], tokens = answer(model, prompt, text, loop if drafted else None)
-            assert tokens == text
-            if drafted:
-                counts = loop.speculation.counts
-                passes = len(text) - 1 - counts.accepted
-                rates.append((len(text) - 1) / passes)
-                loop_counts = f"{counts.accepted} of {counts.drafted} draft tokens right"
-        (rate, cpu_rate), (plain, plain_cpu) = results[True], results[False]
-        pairs.append((rate, plain))
-        cpu_pairs.append((cpu_rate, plain_cpu))
-        note(f"{name}: {rate:.1f} tokens/s with drafts, {plain:.1f} without; {loop_counts}")
-    shown = f"{statistics.median(rate for _, rate in pairs):.1f}"
-    ratios = show_ratio(pairs), show_ratio(cpu_pairs)
-    return [name, shown, f"{statistics.median(rates):.2f}", *ratios]
+    shown, a_pass, *ratios = measured(model, name, prompt, text, loop, args.repeats)
+    return [name, shown, a_pass, *ratios]
 
 
 @torch.inference_mode()

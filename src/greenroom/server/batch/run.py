@@ -74,14 +74,14 @@ class BatchRun:
                 response = await self._answer(request, request.read(file))
             finally:
                 self._calls -= 1
-            state, _, why = self._service.engine.state()
-            if state != "ready":
-                raise GreenroomError(why or f"the model is {state}")
-            if response.status >= FAILED:
-                self.failed.append((request.custom_id, _message(response)))
-            else:
+            if response.status < FAILED:
                 self.refused += response.status >= 400
                 self._results.add(request, response.status, response.body, response.request_id)
+            else:
+                state, _, why = self._service.engine.state()
+                if state != "ready":
+                    raise GreenroomError(why or f"the model is {state}")
+                self.failed.append((request.custom_id, _message(response)))
             self._on_answer()
 
     async def _answer(self, request: BatchRequest, body: bytes) -> Response:
