@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,3 +25,19 @@ def _bfloat16_as_a_device_rounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return cast(self, source, target)
 
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounded)
+
+
+@pytest.fixture(autouse=True)
+def _products_whose_bits_depend_on_values_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lay operands out in rows: NumPy's BLAS sums in an order that depends on their strides."""
+    pytest.importorskip("triton")
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    dot = InterpreterBuilder.create_dot
+
+    def of_rows(self: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+        for operand in (a, b):
+            operand.data = np.ascontiguousarray(operand.data)
+        return dot(self, a, b, total, *options)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", of_rows)
