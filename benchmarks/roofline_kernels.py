@@ -247,12 +247,15 @@ def router_cases(sizes: Sizes) -> Iterator[Case]:
     yield Case("router", "choice of experts", 1, 2 * sizes.experts, 4 * sizes.experts, FLOATS,
                copied(select, choice, keep), wide=False)  # fmt: skip
     tables = [array("q", range(sizes.experts)) for _ in range(4)]
-    ids, found = array("q", range(sizes.top_k)), array("q", [0] * 3 * sizes.top_k)
-    at, step = found.buffer_info()[0], 8 * sizes.top_k
+    lists = "sorted", "slots", "starts", "tokens", "rows", "found_places"
+    ids, found = array("q", range(sizes.top_k)), array("q", [0] * (sizes.top_k + 1) * len(lists))
+    at, step = found.buffer_info()[0], 8 * (sizes.top_k + 1)
+    *places, counts = range(at, at + step * len(lists), step)
     search = library().structure("SlotSearch")(
-        ids=ids.buffer_info()[0], top_k=sizes.top_k, experts=sizes.experts,
-        sorted=at, slots=at + step, ranks=at + 2 * step,
+        ids=ids.buffer_info()[0], count=1, top_k=sizes.top_k, experts=sizes.experts,
+        **dict(zip(lists, places, strict=False)),
     )  # fmt: skip
+    search.found_places[:] = counts, counts + 8
     names = "slot_of", "last_used", "requests", "memory"
     for name, table in zip(names, tables, strict=True):
         setattr(search.tables, name, table.buffer_info()[0])

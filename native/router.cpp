@@ -1,8 +1,9 @@
-// Kernels that choose a token's experts and look up the experts' slots. Each runs on one thread, in
-// less time than Python takes to build a list.
+// Kernels that choose tokens' experts and look up the experts' slots. One token takes one thread,
+// and less time than Python takes to build a list.
 #include "router.hpp"
 
 #include "formulas.hpp"
+#include "norms.hpp"
 #include "region.hpp"
 
 namespace {
@@ -133,35 +134,68 @@ void choose_experts(Choice& p) {
     p.chosen = p.top_k;
 }
 
+// For several tokens, each thread claims one at a time.
+template <class T>
+void choose_for_tokens(TokensCall& p) {
+    for (int64_t token; (token = claim(p.cursor)) < p.tokens;)
+        choose_experts<T>(call_of<Choice>(p, token));
+}
+
+// The choices of tokens, counted for each expert of a layer.
+struct Counts {
+    int32_t of[MOST_EXPERTS], last[MOST_EXPERTS];  // `last`: the last token, counted from 1
+
+    // Count all choices; return false if an id is no expert of the layer, a token chooses an expert
+    // twice or an expert is not loaded.
+    bool add(const SlotSearch& p) {
+        const int64_t* slot_of = p.tables.slot_of + p.tables.first;
+        std::memset(of, 0, p.experts * sizeof *of);
+        std::memset(last, 0, p.experts * sizeof *last);
+        for (int64_t i = 0; i < p.count * p.top_k; i++) {
+            const int64_t expert = p.ids[i];
+            const int32_t token = (int32_t)(i / p.top_k) + 1;
+            if (expert < 0 || expert >= p.experts || slot_of[expert] < 0) return false;
+            if (last[expert] == token) return false;
+            last[expert] = token;
+            of[expert]++;
+        }
+        return true;
+    }
+};
+
 }  // namespace
 
 KERNELS(select, Choice, choose_experts)
+KERNELS(select_rows, TokensCall, choose_for_tokens)
 
-// Look up the slots of a token's experts, and record their use. `found` stays 0, and no use is
-// recorded, if an id is no expert of the layer, an id occurs twice or an expert is not loaded.
+// Sort some tokens' choices by expert, look up the experts' slots, and record their use. `found`
+// stays 0, and no use is recorded, if an id is no expert of the layer, a token chooses an expert
+// twice or an expert is not loaded.
 EXPORT void find_slots(SlotSearch* search) {
     SlotSearch& p = *search;
-    if (claim(p.cursor) != 0) return;
-    for (int64_t rank = 0; rank < p.top_k; rank++) {
-        int64_t expert = p.ids[rank];
-        if (expert < 0 || expert >= p.experts) return;
-        int64_t slot = p.tables.slot_of[p.tables.first + expert];
-        if (slot < 0) return;
-        int64_t i = rank;
-        for (; i > 0 && p.sorted[i - 1] > expert; i--) {
-            p.sorted[i] = p.sorted[i - 1];
-            p.slots[i] = p.slots[i - 1];
-            p.ranks[i] = p.ranks[i - 1];
-        }
-        if (i > 0 && p.sorted[i - 1] == expert) return;
-        p.sorted[i] = expert;
-        p.slots[i] = p.tables.memory[slot];
-        p.ranks[i] = rank;
-    }
-    for (int64_t i = 0; i < p.top_k; i++) {
-        int64_t piece = p.tables.first + p.sorted[i];
+    if (claim(p.cursor) != 0 || p.experts > MOST_EXPERTS) return;
+    Counts counts;
+    if (!counts.add(p)) return;
+    int64_t found = 0, at = 0;
+    for (int64_t expert = 0; expert < p.experts; expert++) {
+        const int32_t count = counts.of[expert];
+        if (!count) continue;
+        const int64_t piece = p.tables.first + expert;
         p.tables.last_used[piece] = p.tables.step;
         p.tables.requests[piece]++;
+        p.sorted[found] = expert;
+        p.slots[found] = p.tables.memory[p.tables.slot_of[piece]];
+        p.starts[found++] = at;
+        counts.of[expert] = (int32_t)at;  // of the next entry
+        at += count;
     }
-    p.found = p.top_k;
+    p.starts[found] = at;
+    for (int64_t rank = 0; rank < p.top_k; rank++)
+        for (int64_t token = 0; token < p.count; token++) {
+            const int64_t row = token * p.top_k + rank, entry = counts.of[p.ids[row]]++;
+            p.tokens[entry] = token;
+            p.rows[entry] = row;
+        }
+    for (int64_t* place : p.found_places) *place = found;
+    p.found = found;
 }

@@ -1,4 +1,4 @@
-// Arguments of the kernels that choose a token's experts and look up the experts' slots.
+// Arguments of the kernels that choose tokens' experts and look up the experts' slots.
 #pragma once
 
 #include "arguments.hpp"
@@ -38,22 +38,23 @@ SHARED(SlotTables,
     int64_t step;
 )
 
-// The look-up of the slots of a token's experts.
+// The look-up of the slots of some tokens' experts.
 //
 // cursor:  0; the first thread to enter raises it
-// found:   the result: how many experts have slots, top_k or 0
-// ids:     the chosen experts [top_k]
+// found:   the result: how many distinct experts were chosen, all of which have slots; or 0
+// ids:     the chosen experts [count, top_k]
+// count:   of tokens
 // experts: of the layer
-// sorted, slots, ranks: the results [top_k]: the chosen experts in ascending order, their memory
-//                       slots, and their places in ids
+// sorted, slots: the results [found]: the chosen experts in ascending order, and their memory slots
+// starts, tokens, rows: the results: the choices sorted by expert, as in `Routing` (experts.hpp)
+// found_places: where `found` is written too, if it is not 0
 SHARED(SlotSearch,
     int64_t cursor, found;
     const int64_t* ids;
-    int64_t top_k, experts;
+    int64_t count, top_k, experts;
     SlotTables tables;
-    int64_t* sorted;
-    int64_t* slots;
-    int64_t* ranks;
+    int64_t *sorted, *slots, *starts, *tokens, *rows;
+    int64_t* found_places[2];
 )
 
 }  // namespace greenroom

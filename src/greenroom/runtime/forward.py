@@ -19,7 +19,7 @@ from greenroom.runtime.cuda.ids import to_host
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.dense.decoder import ExpertsKey
-from greenroom.runtime.kernels.resident.one_token import OneTokenExperts
+from greenroom.runtime.kernels.resident.experts import ResidentExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.token_experts import ThreadTokenExperts
 from greenroom.runtime.no_gradient import without_gradient
@@ -43,23 +43,27 @@ class Binding:
     overlapped_work: Callable[[], None]  # work to do while the step waits for experts
     mark_computed: Callable[[Sequence[int]], None] | None  # see `SlotPool.mark_computed`
     on_routing: Callable[[int, Ids], None] | None  # called with the layer and the chosen experts
-    # By top_k and the weights' type; None if the layer has no such kernel.
-    one_token: dict[tuple[int, torch.dtype], OneTokenExperts | None] = field(default_factory=dict)
+    # By tokens, top_k and the weights' type; None if the layer has no such kernel.
+    resident: dict[tuple[int, int, torch.dtype], ResidentExperts | None] = field(
+        default_factory=dict
+    )
     token_experts: ThreadTokenExperts = field(init=False)
 
     def __post_init__(self) -> None:
         token_experts = ThreadTokenExperts(self.kernel, self.experts)
         object.__setattr__(self, "token_experts", token_experts)
 
-    def one_token_experts(self, top_k: int, weights: torch.dtype) -> OneTokenExperts | None:
-        """Return the kernel for a single token's experts, made at its first use.
+    def resident_experts(
+        self, tokens: int, top_k: int, weights: torch.dtype
+    ) -> ResidentExperts | None:
+        """Return the kernel for the experts of up to so many tokens.
 
-        `weights` is the dtype of the gate weights. Returns None if the layer has no such kernel.
+        It is made at its first use. `weights` is the dtype of the gate weights. Returns None if the layer has no such kernel.
         """
-        key = top_k, weights
-        if key not in self.one_token:
-            self.one_token[key] = OneTokenExperts.of(self.kernel, self.experts, top_k, weights)
-        return self.one_token[key]
+        key = tokens, top_k, weights
+        if key not in self.resident:
+            self.resident[key] = ResidentExperts.of(self.kernel, self.experts, *key)
+        return self.resident[key]
 
 
 @outside_graphs
@@ -118,7 +122,7 @@ def experts_with_residual(
     if binding is None:
         return residual + experts_forward(module, hidden_states, top_k_index, top_k_weights)
     if binding.driver.all_have_slots:
-        one = binding.one_token_experts(top_k_index.shape[-1], top_k_weights.dtype)
+        one = binding.resident_experts(1, top_k_index.shape[-1], top_k_weights.dtype)
         if one is not None:
             ask = partial(binding.driver.resident_steps, (binding.layer,))
             done = one(ask, hidden_states, top_k_index, top_k_weights, residual)
@@ -128,28 +132,29 @@ def experts_with_residual(
 
 
 class FusedExperts:
-    """Experts of consecutive MoE layers, computed for one token in one OpenMP parallel region."""
+    """Experts of consecutive MoE layers, computed for few tokens in one OpenMP parallel region."""
 
     def __init__(self, bindings: Sequence[Binding], keys: Sequence[ExpertsKey]) -> None:
         self._bindings, self._keys = bindings, keys
         self._driver = bindings[0].driver
         self._layers = [binding.layer for binding in bindings]
+        self._kernels: dict[int, Sequence[ResidentExperts] | None] = {}
 
     @property
     def all_have_slots(self) -> bool:
         """Check whether the cache has a slot for every expert of the model."""
         return self._driver.all_have_slots
 
-    @cached_property
-    def layer_experts(self) -> Sequence[OneTokenExperts] | None:
-        """Each layer's kernel for a single token's experts; None if a layer has none."""
-        kernels: list[OneTokenExperts] = []
-        for binding, (_, top_k, dtype) in zip(self._bindings, self._keys, strict=True):
-            one = binding.one_token_experts(top_k, dtype)
-            if one is None or not one.accepts(dtype):
-                return None
-            kernels.append(one)
-        return kernels
+    def layer_experts(self, tokens: int) -> Sequence[ResidentExperts] | None:
+        """Return each layer's kernel for up to so many tokens' experts; None if one has none."""
+        if tokens not in self._kernels:
+            kernels = [
+                one
+                for binding, (_, top_k, dtype) in zip(self._bindings, self._keys, strict=True)
+                if (one := binding.resident_experts(tokens, top_k, dtype)) and one.accepts(dtype)
+            ]
+            self._kernels[tokens] = kernels if len(kernels) == len(self._keys) else None
+        return self._kernels[tokens]
 
     @cached_property
     def first_pieces(self) -> Sequence[int]:

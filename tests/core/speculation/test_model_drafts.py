@@ -39,7 +39,20 @@ def test_right_predictions_are_verified_in_each_pass() -> None:
 def test_wrong_predictions_end_and_are_tried_again_rarely() -> None:
     made, calls = run(right=False, passes=1000, seconds_of_two=1.2)
     assert made.counts.accepted == 0
-    assert 1000 // 70 < calls == made.counts.drafted < 40
+    assert 4 < calls == made.counts.drafted < 16  # after 64, 128, 256 and 512 passes, and at first
+
+
+def test_predictions_are_tried_again_as_often_as_at_first_once_they_are_worthwhile() -> None:
+    chance, tries = Chance(), list[int]()
+    for worthwhile in [False] * 500 + [True] + [False] * 200:
+        if worthwhile or chance.is_due:
+            chance.predict()
+            tries.append(0)
+        else:
+            chance.skip()
+            tries.append(1)
+    predicted = [at for at, skipped in enumerate(tries) if not skipped]
+    assert predicted == [64, 193, 450, 500, 565, 694]
 
 
 def test_predictions_that_take_too_long_end() -> None:

@@ -25,6 +25,14 @@ def test_times_of_passes_are_learnt() -> None:
         assert times.seconds(tokens) == pytest.approx(1.4 + 0.1 * tokens, rel=0.1)
 
 
+def test_slow_passes_of_long_ago_are_forgotten() -> None:
+    times = measured(1.0, 8.0, 0.1)
+    assert times.seconds(2) > 7
+    for _ in range(2000):
+        times.record(1, 1.0)
+    assert times.seconds(2) < 2
+
+
 def test_before_the_first_pass_nothing_is_drafted() -> None:
     times = PassTimes()
     assert not times.is_ready

@@ -251,14 +251,14 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[LaunchPlan]:
 
 def test_kernel_arguments_are_built_once_for_all_tokens_of_a_kv_cache(model, plans):
     wanted = one_by_one(model, count=12)
-    fused(model)._pass.plan = None
+    fused(model)._pass.plans.clear()
     assert torch.equal(tokens(model, 12), wanted)
     assert len(plans) == 1
 
 
 def test_kernel_arguments_are_rebuilt_when_the_context_outgrows_them(model, plans, monkeypatch):
     wanted = one_by_one(model, count=12)
-    fused(model)._pass.plan = None
+    fused(model)._pass.plans.clear()
     monkeypatch.setattr("greenroom.runtime.kernels.resident.launch_plan.AHEAD", 4)
     assert torch.equal(tokens(model, 12), wanted)
     assert len(plans) == 3  # for 8, 13 and 18 tokens
@@ -272,7 +272,7 @@ def test_kernel_arguments_are_rebuilt_when_memory_has_moved(memory, plans):
         for _ in range(4):
             model(ids(1, 1), past_key_values=cache)
         (plan,) = plans
-        kernel = plan._kernel._kernel
+        kernel = plan._experts[0]._kernel
         before = plan._scratch_addresses()
         if memory == "dense":
             stored.thread_scratch(1 << 22)
@@ -300,13 +300,13 @@ def test_memory_may_move_between_two_parallel_regions(unknown_ties, model, plans
     wanted, choose = one_by_one(model), FusedDecoderLayer.compute_from_choice
 
     def asks_for_more(self: FusedDecoderLayer, *args: Any) -> torch.Tensor:
-        kernel = plans[-1]._kernel._kernel if plans else None
+        kernel = plans[-1]._experts[0]._kernel if plans else None
         if kernel is not None:
             kernel.scratch(64 + 2 * kernel._local.buffer.numel())
         return choose(self, *args)
 
     monkeypatch.setattr(FusedDecoderLayer, "compute_from_choice", asks_for_more)
-    fused(model)._pass.plan = None
+    fused(model)._pass.plans.clear()
     assert torch.equal(tokens(model, 2), wanted[:2])
     assert len(plans) > 2
 
@@ -323,6 +323,13 @@ def test_a_router_replaced_before_the_first_token_may_be_restored(regions):
         for _ in range(2):
             assert torch.equal(tokens(model), wanted)
         assert (3, 3) in regions
+
+
+def test_kernel_arguments_are_those_of_any_kv_cache(model, plans):
+    wanted = one_by_one(model)
+    for _ in range(2):
+        assert torch.equal(tokens(model), wanted)
+    assert plans == []
 
 
 def test_two_kv_caches_may_alternate(model):

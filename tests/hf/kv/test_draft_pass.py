@@ -15,6 +15,8 @@ from greenroom.hf.kv.draft_pass import MOST_ROWS, DraftPass
 from greenroom.hf.kv.kinds import CacheKind
 from greenroom.hf.kv.sizes import KVBytes
 from greenroom.hf.memory.setup import ModelSetup
+from greenroom.runtime.kernels.dense import router
+from greenroom.runtime.kernels.resident.fused_layers import FusedLayers
 from tests.gguf_models import write
 from tests.hf.kv.test_batch import WIDE, attached, draw, served
 
@@ -70,9 +72,79 @@ def test_quantised_keys_and_values_have_the_same_bits_too(kind: str) -> None:
         compare(model)
 
 
-def test_the_bits_are_the_same_where_all_experts_are_resident() -> None:
-    with served("qwen3_moe", "bfloat16", parts={"capacity": 64}, **WIDE) as model:
+# Models whose layers are all computed in one region.
+FUSED = {"qwen3_moe": {**WIDE, "mlp_only_layers": []}, "mixtral": COMPILED["mixtral"]}
+
+
+@pytest.fixture
+def regions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of each pass that was computed in parallel regions: how many layers, and tokens."""
+    found: list[tuple[int, int]] = []
+    compute = FusedLayers.compute
+
+    def computed(self: FusedLayers, x: torch.Tensor, kwargs: Any) -> Any:
+        outputs = compute(self, x, kwargs)
+        if outputs is not None:
+            found.append((len(outputs), outputs.shape[2]))
+        return outputs
+
+    monkeypatch.setattr(FusedLayers, "compute", computed)
+    return found
+
+
+def compare_resident(model: Any, regions: list[tuple[int, int]]) -> None:
+    """Compare passes whose layers are computed in one region, also of two sequences."""
+    for _ in range(2):  # the first time, experts are fetched
+        regions.clear()
         compare(model)
+    layers = model.config.num_hidden_layers
+    assert {count for done, count in regions if done == layers} == {*range(1, MOST_ROWS + 1)}
+
+
+RESIDENT = {"capacity": 64, "policy": "lru"}  # lru is what `auto` is there
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", FUSED)
+def test_the_bits_are_the_same_where_all_experts_are_resident(
+    name: str, dtype: str, regions: list[tuple[int, int]]
+) -> None:
+    with served(name, dtype, parts=RESIDENT, **FUSED[name]) as model:
+        compare_resident(model, regions)
+
+
+@pytest.mark.parametrize("options", [COMPILED["qwen2_moe"], WIDE], ids=["qwen2_moe", "qwen3_moe"])
+def test_the_bits_are_the_same_with_shared_experts_and_other_layers(
+    options: dict[str, Any], request: Any
+) -> None:
+    with served(request.node.callspec.id, "bfloat16", parts=RESIDENT, **options) as model:
+        compare(model)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "IQ3_S"])
+def test_resident_stored_formats_have_the_same_bits_too(
+    kind: str, regions: list[tuple[int, int]], tmp_path: Any
+) -> None:
+    path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": kind})
+    with attached(path, stored=True, **RESIDENT) as model:
+        compare_resident(model, regions)
+
+
+def test_missing_experts_and_unknown_ties_end_a_region_of_several_tokens(
+    regions: list[tuple[int, int]], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(router, "_ties_match_torch", lambda router: False)
+    with served("mixtral", "bfloat16", parts=RESIDENT, **FUSED["mixtral"]) as model:
+        for layer in model.model.layers:  # experts are liked as one of two
+            weight = layer.mlp.gate.weight.data
+            weight.copy_(weight[:2].repeat(len(weight) // 2, 1))
+        compare(model)
+        slot_bytes = model.greenroom.setup.catalog.slot_bytes
+        model.greenroom.resize(3 * slot_bytes)
+        model.greenroom.resize(64 * slot_bytes)
+        regions.clear()
+        compare(model)
+        assert regions
 
 
 @pytest.mark.parametrize(

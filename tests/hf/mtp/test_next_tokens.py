@@ -16,7 +16,7 @@ from greenroom.hf.load.load import load_with
 from greenroom.hf.text.next_tokens import NextTokens
 from tests.hf.mtp.checkpoints import LAYERS, mtp_folder
 
-PARTS = (7, 5, 1, 1, 2, 1, 3)  # tokens of the passes: two of the prompt, then with right drafts
+PARTS = (7, 4, 1, 1, 2, 1, 3)  # tokens of the passes: two of the prompt, then with right drafts
 
 
 def loaded(folder: Path, **options: Any) -> Any:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from greenroom.core.speculation.drafts import Draft
 
 NEWEST = 0.1  # weight of the newest pass in the average time of its kind
+# What a pass of one token leaves of the weight of passes with several: if those were slow for a
+# while, because experts had to be fetched, they are tried again after some hundred passes.
+WEIGHT_LEFT = 1 - 1 / 256
 # Until passes of several tokens were measured: a pass of r tokens takes 1 + FIXED + EACH * (r - 1)
 # times as long as one of one token.
 FIXED, EACH = 0.4, 0.25
@@ -31,6 +34,7 @@ class PassTimes:
         """Record the time of a pass."""
         self._line = None
         if tokens == 1:
+            self._sums = [WEIGHT_LEFT * each for each in self._sums]
             self._one = seconds if self._one is None else self._one + NEWEST * (seconds - self._one)
             return
         new = 1.0, tokens, tokens * tokens, seconds, tokens * seconds

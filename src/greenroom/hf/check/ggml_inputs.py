@@ -145,6 +145,6 @@ def ggml_arithmetic(model: PreTrainedModel, skeleton: ModelSkeleton) -> Iterator
     for module in model.modules():
         if (binding := module.__dict__.get(BINDING)) is not None:
             assert isinstance(binding, Binding)
-            setattr(module, BINDING, replace(binding, kernel=_GgmlKernel(inputs), one_token={}))
+            setattr(module, BINDING, replace(binding, kernel=_GgmlKernel(inputs), resident={}))
     with inputs:
         yield

@@ -21,7 +21,9 @@ from greenroom.hf.kv.batch import causal
 from greenroom.hf.kv.batched_cache import length_of
 from greenroom.hf.mtp.layer import LOOKUP_INSTEAD, mtp_layer_of
 
-MOST_WAITING = 16  # hidden states of so many positions wait at most; older ones are left out
+# Hidden states of so many positions wait at most; older ones are left out. Each takes experts of
+# its own, so many of them would cost more than a pass.
+MOST_WAITING = 4
 TRIED = 5  # tokens of the trial
 
 

@@ -49,7 +49,7 @@ class OutputProbe:
         for layer, (module, others) in enumerate(zip(modules, neighbours, strict=True)):
             binding: Binding = getattr(module, BINDING)
             kernel = _NormKernel(binding.kernel, self._norm_setter(layer))
-            setattr(module, BINDING, replace(binding, kernel=kernel, one_token={}))
+            setattr(module, BINDING, replace(binding, kernel=kernel, resident={}))
             self._bindings.append((module, binding))
             self._hooks += [
                 other.register_forward_hook(self._capture, with_kwargs=True) for other in others

@@ -161,6 +161,8 @@ def attend_cases(kernel: str, check: Callable[..., Iterator[Tensor]]) -> Iterato
     yield from encoded_cases(kernel, make, "rounded")
 
 
+DISTINCT = (*range(1, 71), 128, 130, 255)  # so many numbers / 8 are distinct in bfloat16
+
 CASES = (
     Case("linear", "inputs", lambda k, n: dense.check_linear(k, n, 70)),
     Case("linear", "outputs", lambda k, n: dense.check_linear(k, 19, n)),
@@ -178,7 +180,8 @@ CASES = (
     *attend_cases("attend_rows", attention.check_attend_rows),
     *group_cases(),
     Case("sum_experts", "hidden", experts.check_sum),
-    Case("select", "experts", routers.check_select, many=(*range(1, 71), 128, 130, 255)),
+    Case("select", "experts", routers.check_select, many=DISTINCT),
+    Case("select_rows", "experts", routers.check_select_rows, many=DISTINCT),
     Case("find_slots", "choices", routers.check_find_slots, typed=False),
     Case("copy_calls", "length", routers.check_copies, typed=False),
     Case("run_stages", "count", routers.check_stages, many=range(1, 71), typed=False),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from greenroom.runtime.kernels.routing import Routing
 from tests.runtime.kernels.widths.kernel import WalledKernel, is_near, is_untouched
 
 INT64 = torch.int64
@@ -51,42 +52,70 @@ def check_select(kernel: WalledKernel, experts: int) -> Iterator[Tensor]:
         yield ids
 
 
+def check_select_rows(kernel: WalledKernel, experts: int) -> Iterator[Tensor]:
+    """The experts of several tokens, each of which are those of one token alone."""
+    draw, top_k = torch.Generator().manual_seed(experts), min(3, experts)
+    logits = [(torch.randperm(experts, generator=draw) / 8).to(kernel.dtype) for _ in range(3)]
+    results = [
+        (kernel.allocate(top_k, dtype=INT64), kernel.allocate(top_k, dtype=torch.float32))
+        for _ in logits
+    ]
+    choices = [
+        kernel.place_call(
+            "Choice", logits=kernel.place(each), experts=experts, top_k=top_k, wide=True,
+            ids=ids.data_ptr(), weights=weights.data_ptr(),
+        )
+        for each, (ids, weights) in zip(logits, results, strict=True)
+    ]  # fmt: skip
+    kernel.call_of_tokens(choices)
+    for each, choice, (ids, weights) in zip(logits, choices, results, strict=True):
+        scores, order = each.double().softmax(0).sort(descending=True)
+        assert choice.chosen == top_k
+        assert ids.tolist() == order[:top_k].tolist()
+        assert is_near(weights, scores[:top_k], 1e-5, 2**-24)
+        yield from (ids, weights)
+
+
 def check_find_slots(kernel: WalledKernel, top_k: int) -> Iterator[Tensor]:
     """The slots of a layer's experts, which are the last experts of the tables."""
-    first, experts = 5, top_k + 3
+    first, experts, tokens = 5, top_k + 3, 3
     draw = torch.Generator().manual_seed(top_k)
     for loaded in (True, False):
-        ids = torch.randperm(experts, generator=draw)[:top_k]
+        ids = torch.stack([torch.randperm(experts, generator=draw)[:top_k] for _ in range(tokens)])
         slot_of = torch.randperm(first + experts, generator=draw)
         if not loaded:
-            slot_of[first + ids[-1]] = -1
+            slot_of[first + ids[-1, -1]] = -1
         memory = torch.randperm(first + experts, generator=draw) * 3
         used, requests = (kernel.allocate(first + experts, dtype=INT64) for _ in range(2))
         used.fill_(7)
         requests.fill_(2)
-        results = [kernel.allocate(top_k, dtype=INT64) for _ in range(3)]
+        routing = Routing.of(ids.numpy(), experts)
+        found = len(routing.experts)
+        sizes = {"sorted": found, "slots": found, "starts": found + 1}
+        sizes |= {"tokens": ids.numel(), "rows": ids.numel()}
+        results = {name: kernel.allocate(n, dtype=INT64) for name, n in sizes.items()}
         tables = kernel.structure(
             "SlotTables", first=first, slot_of=kernel.place(slot_of), last_used=used.data_ptr(),
             requests=requests.data_ptr(), memory=kernel.place(memory), step=8,
         )  # fmt: skip
-        names = ("sorted", "slots", "ranks")
-        places = {name: each.data_ptr() for name, each in zip(names, results, strict=True)}
-        call = kernel.call(
-            "SlotSearch",
-            ids=kernel.place(ids),
-            top_k=top_k,
-            experts=experts,
-            tables=tables,
-            **places,
-        )
-        assert call.found == (top_k if loaded else 0)
+        counts = kernel.allocate(2, dtype=INT64)
+        call = kernel.place_call(
+            "SlotSearch", ids=kernel.place(ids), count=tokens, top_k=top_k, experts=experts,
+            tables=tables, **{name: each.data_ptr() for name, each in results.items()},
+        )  # fmt: skip
+        call.found_places[:] = counts.data_ptr(), counts.data_ptr() + 8
+        kernel.enter(call)
+        assert call.found == (found if loaded else 0)
         chosen = torch.zeros(first + experts, dtype=INT64)
         if loaded:
-            ascending, ranks = ids.sort()
-            chosen[first + ids] = 1
-            slots = memory[slot_of[first + ascending]]
-            assert all(map(torch.equal, results, (ascending, slots, ranks)))
-            yield from results
+            sorted_ids = torch.from_numpy(routing.experts)
+            chosen[first + sorted_ids] = 1
+            expected = {"sorted": sorted_ids, "slots": memory[slot_of[first + sorted_ids]]}
+            for name in ("starts", "tokens", "rows"):
+                expected[name] = torch.from_numpy(getattr(routing, name))
+            assert all(torch.equal(results[name], each) for name, each in expected.items())
+            assert counts.tolist() == [found, found]
+            yield from results.values()
         assert torch.equal(used, 7 + chosen)
         assert torch.equal(requests, 2 + chosen)
 

@@ -25,6 +25,7 @@ from greenroom.runtime.kernels.dense.attention import (
     Positions,
     Style,
 )
+from greenroom.runtime.kernels.dense.batch_calls import BatchMemory, batch_calls
 from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 from greenroom.runtime.kernels.dense.patterns import find_router
 from greenroom.runtime.kernels.dense.router import CompiledRouter, RouterCall
@@ -66,6 +67,12 @@ class FusedDecoderLayer:
         key=((1, "keys"),),
         value=((1, "values"),),
         tokens=((2, "context"),),
+    )
+    # All that depends on a token's KV cache.
+    key_value_fields = (
+        *((1, name) for name in ("keys", "values", "key_step", "value_step", "format")),
+        *((2, name) for name in ("context", "keys", "key_step", "key_row")),
+        *((2, name) for name in ("values", "value_step", "value_row", "format")),
     )
 
     def __init__(
@@ -173,7 +180,7 @@ class FusedDecoderLayer:
             return out if out.dim() == x.dim() else out.view(x.shape)
         residual, state = (torch.empty(1, self.attention.hidden, dtype=x.dtype) for _ in range(2))
         work = self.workspace(view.tokens)
-        sequence.run(self._stages(x, positions, view, residual, state, work))
+        sequence.run(self.stages(x, positions, view, residual, state, work))
         if self._experts is None or self._add_experts is None or not self._block_check.passes():
             return residual.view(x.shape) + self._block(state.view(x.shape))
         index, weights = self._choose(state)
@@ -200,6 +207,15 @@ class FusedDecoderLayer:
         assert self.router is not None
         guard = ModuleCheck()
         for each in (self.router.observed_check, self._block_check):
+            guard.include(each)
+        return guard
+
+    @cached_property
+    def _unobserved_check(self) -> ModuleCheck:
+        """A check like `_choice_check` that allows no hooks."""
+        assert self.router is not None
+        guard = ModuleCheck()
+        for each in (self.router.check, self._block_check):
             guard.include(each)
         return guard
 
@@ -261,67 +277,67 @@ class FusedDecoderLayer:
         hidden]. All tensors passed must stay alive until the calls have ended.
         """
         assert self.router is not None
-        stages = self._stages(x, positions, view, residual, state, work)
+        stages = self.stages(x, positions, view, residual, state, work)
         call = RouterCall(self.router, state.data_ptr())
         return (*stages, *call.stages), call
 
     def compute_from_choice(
         self, state: Tensor, index: Tensor, weights: Tensor, residual: Tensor
     ) -> Tensor:
-        """Compute a layer's experts for one token, and return the layer's output [1, hidden].
+        """Compute a layer's experts for some tokens; return the layer's output [tokens, hidden].
 
-        state: the experts' input [1, hidden]
-        index, weights: the chosen expert ids and their gate weights [1, top_k]
+        state: the experts' input [tokens, hidden]
+        index, weights: the chosen expert ids and their gate weights [tokens, top_k]
         """
         assert self._experts is not None
         assert self._add_experts is not None
         return self._add_experts(self._experts, state, index, weights, residual)
 
+    def accepts_batch(self, x: Tensor, kwargs: dict[str, Any], batched_cache: Any) -> bool:
+        """Check that compiled code can compute a call for several tokens.
+
+        Each is the next token of a sequence. `batched_cache` (`hf.kv.batch.BatchedCache`) has the sequences' KV caches.
+        """
+        positions = batched_cache.positions(kwargs["position_embeddings"])
+        first = {"position_embeddings": positions[0], "past_key_values": batched_cache.caches[0]}
+        return self.accepts(x[:, :1], {**kwargs, **first})  # the others are alike
+
+    def reserve_batch(self, caches: Sequence[Any]) -> list[KeyValueView] | None:
+        """Reserve space for one more token in each KV cache; None if the caches cannot."""
+        views = [view for cache in caches if (view := self.attention.reserve(cache)) is not None]
+        if views and len(views) < len(caches):
+            raise AssertionError(
+                f"{len(views)} of {len(caches)} KV caches have room for a token: all or none"
+                " must have it"
+            )
+        return views or None
+
     def batch_forward(self, x: Tensor, kwargs: dict[str, Any], batched_cache: Any) -> Tensor | None:
         """Compute a decoder layer for one token of each of T sequences.
 
-        Return the layer's output for x [1, T, hidden]. `batched_cache` (`hf.kv.batch.BatchedCache`)
-        has the sequences' KV caches. The experts of all tokens are computed in one step. Return
-        None, and do nothing, if compiled code cannot compute the tokens.
+        Return the layer's output for x [1, T, hidden]. The experts of all tokens are computed in
+        one step. Return None, and do nothing, if compiled code cannot compute the tokens.
 
         For every token, the result up to the router and in the experts is bit for bit that of a
         batch of one. For the rest of an MLP or MoE block, this is so only if `batched_cache.exact`
         is set.
         """
+        if not self.accepts_batch(x, kwargs, batched_cache):
+            return None
+        views = self.reserve_batch(batched_cache.caches)
+        if views is None:
+            return None
         positions = batched_cache.positions(kwargs["position_embeddings"])
-        tokens = x.split(1, 1)
-        first = {"position_embeddings": positions[0], "past_key_values": batched_cache.caches[0]}
-        if not self.accepts(tokens[0], {**kwargs, **first}):  # the others are alike
-            return None
-        views = [
-            view
-            for cache in batched_cache.caches
-            if (view := self.attention.reserve(cache)) is not None
-        ]
-        if len(views) < len(tokens):
-            if views:
-                raise AssertionError(
-                    f"{len(views)} of {len(tokens)} KV caches have room for a token: all or none"
-                    " must have it"
-                )
-            return None
         total, state = torch.empty_like(x), torch.empty_like(x)
-        works = [self.workspace(view.tokens) for view in views]
-        rows = zip(
-            tokens, positions, views, total.split(1, 1), state.split(1, 1), works, strict=True
-        )
-        self._run_batch([self._stages(*row) for row in rows])
-        return self._add_block(total, state, batched_cache.exact)
-
-    def _run_batch(self, rows: Sequence[Sequence[sequence.Stage]]) -> None:
-        """Run the kernel calls of several tokens together."""
-        input_norm, project, attend, post_norm = zip(*rows, strict=True)
-        norms = kernel_entry("add_and_norm_rows", self.attention.dtype)
-        work = torch.empty(4, len(rows), self.attention.widest)
-        first = sequence.batch_stage(norms, [call for _, call in input_norm], work.data_ptr())
-        last = sequence.batch_stage(norms, [call for _, call in post_norm])
-        attention = self.attention.batched_stages(list(zip(project, attend, strict=True)), work)
-        sequence.run((first, *attention, last))
+        memory = BatchMemory([self], [view.tokens for view in views])
+        calls = batch_calls(self, x, positions, views, total, state, memory)
+        if not self._computes_choice or not self._unobserved_check.passes():
+            sequence.run(calls.stages)
+            return self._add_block(total, state, batched_cache.exact)
+        assert self.router is not None
+        choice = RouterCall(self.router, state.data_ptr(), len(views))
+        sequence.run((*calls.stages, *choice.stages))
+        return self.compute_from_choice(state[0], *choice.result(), total[0]).view(x.shape)
 
     def _add_block(self, total: Tensor, state: Tensor, exact: bool) -> Tensor:
         """Return total + block(state), [1, T, hidden]."""
@@ -331,11 +347,9 @@ class FusedDecoderLayer:
         row_by_row = exact or self.router is not None  # a compiled router takes one token
         chosen = [self._choose(row) for row in (state[0].split(1) if row_by_row else (state[0],))]
         index, weights = (torch.cat(each) for each in zip(*chosen, strict=True))
-        return self._add_experts(self._experts, state[0], index, weights, total[0]).view(
-            state.shape
-        )
+        return self.compute_from_choice(state[0], index, weights, total[0]).view(state.shape)
 
-    def _stages(
+    def stages(
         self,
         x: Tensor,
         positions: Positions,

@@ -37,53 +37,69 @@ _ODD = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 
 
 class RouterCall:
-    """One choice of a token's experts: the kernel calls that compute it, and its result.
+    """One choice of some tokens' experts: the kernel calls that compute it, and its result.
 
     Run the kernel calls in `stages`, then call `result`.
     """
 
-    __slots__ = ("_choice", "_products", "_router", "ids", "stages", "weights")
+    __slots__ = ("_products", "_router", "choices", "ids", "stages", "weights")
 
-    def __init__(self, router: CompiledRouter, x: int) -> None:
-        """Make the kernel calls that choose experts for the hidden state at address x."""
+    def __init__(self, router: CompiledRouter, x: int, tokens: int = 1) -> None:
+        """Make the kernel calls that choose experts for hidden states [tokens, H] at address x."""
         self._router = router
-        self.ids = torch.empty(1, router.top_k, dtype=torch.int64)
-        self.weights = torch.empty(1, router.top_k, dtype=router.dtype)
-        self._products = router.products_memory()  # faster than torch.empty
-        product, choice = router.copy_product(router.product), router.copy_choice(router.choice)
-        product.x, product.out = x, ctypes.addressof(self._products)
-        self._choice, choice.logits = choice, product.out
-        choice.ids, choice.weights = self.ids.data_ptr(), self.weights.data_ptr()
+        self.ids = torch.empty(tokens, router.top_k, dtype=torch.int64)
+        self.weights = torch.empty(tokens, router.top_k, dtype=router.dtype)
+        # Faster than torch.empty.
+        self._products = (router.products_memory if tokens == 1 else router.memory_of(tokens))()
+        product = router.copy_product(router.product)
+        product.x, product.out, product.rows = x, ctypes.addressof(self._products), tokens
+        results = (product.out, self.ids.data_ptr(), self.weights.data_ptr())
+        self.choices = [router.choice_of(token, *results) for token in range(tokens)]
         self.stages: tuple[sequence.Stage, ...] = (
             (router.multiply, product),
-            (router.select, choice),
+            (router.select, self.choices[0])
+            if tokens == 1
+            else sequence.batch_stage(router.select_rows, self.choices),
         )
 
     @property
     def is_chosen(self) -> bool:
-        """Check that the kernel has chosen the experts, rather than leave the choice to torch."""
-        return bool(self._choice.chosen)
+        """Check that the kernel has chosen the experts, rather than leave a choice to torch."""
+        return all(choice.chosen for choice in self.choices)
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Return the chosen expert ids and their gate weights, both [1, top_k].
+    def result(self, tokens: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return the chosen expert ids and their gate weights, both [tokens, top_k].
+
+        tokens: of how many tokens; the default is all
 
         If the kernel could not choose, torch's operations choose from the router's logits.
         """
-        return (self.ids, self.weights) if self._choice.chosen else self.choose_by_torch()
+        for token, choice in enumerate(self.choices[:tokens]):
+            if not choice.chosen:
+                self._choose_by_torch(token)
+        return self.ids[:tokens], self.weights[:tokens]
 
     def choose_by_torch(self) -> tuple[Tensor, Tensor]:
         """Choose experts from the router's logits by torch's operations: (ids, gate weights)."""
-        return self._router.choose_by_torch(self.products)
+        for token in range(len(self.choices)):
+            self._choose_by_torch(token)
+        return self.ids, self.weights
+
+    def _choose_by_torch(self, token: int) -> None:
+        row = slice(token, token + 1)
+        self.ids[row], self.weights[row] = self._router.choose_by_torch(self.products[row])
 
     @property
-    def chosen_address(self) -> int:
-        """Return the address of an int64 that is 0 if torch must choose the experts."""
-        return ctypes.addressof(self._choice) + type(self._choice).chosen.offset
+    def chosen_addresses(self) -> list[int]:
+        """Return the address of each token's int64 that is 0 if torch must choose."""
+        offset = type(self.choices[0]).chosen.offset
+        return [ctypes.addressof(choice) + offset for choice in self.choices]
 
     @property
     def products(self) -> Tensor:
-        """Return the router's logits [1, experts], rounded to the model's type."""
-        return torch.frombuffer(self._products, dtype=self._router.weight.dtype)[None]
+        """Return the router's logits [tokens, experts], rounded to the model's type."""
+        flat = torch.frombuffer(self._products, dtype=self._router.weight.dtype)
+        return flat.view(len(self.choices), -1)
 
 
 class CompiledRouter:
@@ -114,9 +130,11 @@ class CompiledRouter:
         self._matrix = MatrixRecord(self.weight)
         self.product = linear(matrix=self._matrix.address, rows=1)
         self.product.outputs, self.product.inputs = self.weight.shape
-        self.products_memory = ctypes.c_byte * (len(self.weight) * self.weight.itemsize)
+        self.select_rows = kernel_entry("select_rows", self.weight.dtype)
+        self._row = len(self.weight) * self.weight.itemsize  # bytes of a token's logits
+        self.products_memory = ctypes.c_byte * self._row
         structure = library().structure("Choice")
-        self.copy_choice = structure.from_buffer_copy
+        self._copy_choice = structure.from_buffer_copy
         self.choice = structure(
             experts=len(self.weight),
             top_k=top_k,
@@ -141,6 +159,21 @@ class CompiledRouter:
         if "forward" in module.__dict__ or not weight.is_contiguous():
             return None
         return _find_router(module, shape, dtype)
+
+    def memory_of(self, tokens: int) -> Any:
+        """Return the type of memory for the logits of some tokens."""
+        return ctypes.c_byte * (tokens * self._row)
+
+    def choice_of(self, token: int, products: int, ids: int, weights: int) -> Any:
+        """Return the call that chooses experts for one of some tokens.
+
+        products, ids, weights: addresses of the first token's logits, chosen ids and gate weights
+        """
+        choice = self._copy_choice(self.choice)
+        choice.logits = products + token * self._row
+        choice.ids = ids + 8 * token * self.top_k
+        choice.weights = weights + token * self.top_k * self.dtype.itemsize
+        return choice
 
     def is_unchanged(self) -> bool:
         """Check that the router module is unchanged and has no hooks."""

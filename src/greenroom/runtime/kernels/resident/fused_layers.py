@@ -1,4 +1,4 @@
-"""Consecutive decoder layers for one token, in one OpenMP parallel region.
+"""Consecutive decoder layers for a few tokens, in one OpenMP parallel region.
 
 If there is a slot for every expert, nothing is decided between two layers, and Python between them
 takes a tenth of the time of reading the weights. So the forward of the first layer also computes
@@ -6,6 +6,9 @@ the layers that follow, and these return their finished outputs. A first pass ob
 layer gets exactly the output of the one before. The results are bit for bit those of the layers one
 by one. If torch must choose a layer's experts (dense/router.py), or a chosen expert is not loaded
 yet, the region ends at that layer and starts again after it.
+
+The tokens of a pass are one, or one of each of several sequences (`batched_cache`). Those of a
+draft are of one sequence, whose KV cache then occurs several times.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
-from greenroom.runtime.kernels.dense.attention import KeyValueView, Positions
+from greenroom.runtime.kernels.dense.accelerate import FEW
+from greenroom.runtime.kernels.dense.attention import KeyValueView
 from greenroom.runtime.kernels.dense.decoder import ExpertsKey, FusedDecoderLayer
 from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 from greenroom.runtime.kernels.resident.launch_plan import LaunchPlan
@@ -70,7 +74,7 @@ class _Pass(threading.local):
     def __init__(self) -> None:
         self.before: tuple[int, Tensor, Tensor, dict[str, Any]] | None = None
         self.outputs_ahead: tuple[dict[str, Any], Sequence[Tensor]] | None = None
-        self.plan: LaunchPlan | None = None
+        self.plans: dict[bool, LaunchPlan] = {}  # for one token, and for several
         self.is_watched = False
         self.last_token: LastToken | None = None
 
@@ -141,7 +145,7 @@ class FusedLayers:
             state.is_watched, state.last_token = False, None  # a token keeps its KV cache alive
 
     def __call__(self, number: int, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """Return the output of decoder layer `number` for one token x [1, 1, hidden].
+        """Return the output of decoder layer `number` for tokens x [1, tokens, hidden].
 
         The call for layer 0 computes as many layers as possible; later calls return their finished
         outputs. Return None if the layer must compute its output itself.
@@ -155,7 +159,7 @@ class FusedLayers:
         expected_kwargs, outputs = outputs_ahead
         if x is not outputs[number - 1] or not _same(kwargs, expected_kwargs):
             self._in_order = False
-            self._forget(expected_kwargs, number, len(outputs))
+            self._forget(_caches(expected_kwargs), number, len(outputs))
             return None
         if number < len(outputs) - 1:
             state.outputs_ahead = outputs_ahead
@@ -174,35 +178,49 @@ class FusedLayers:
         if outputs is None:
             return None
         each = outputs.unbind()
-        if state.is_watched and len(each) == len(self._decoder_layers):
+        if state.is_watched and len(each) == len(self._decoder_layers) and x.shape[1] == 1:
             state.last_token = LastToken(x, kwargs, each[-1])
         if len(each) > 1:
             state.outputs_ahead = kwargs, each
         return each[0]
 
     def compute(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """Compute as many layers as possible for one token x [1, 1, hidden].
+        """Compute as many layers as possible for tokens x [1, tokens, hidden].
 
         kwargs: the other arguments of a layer
 
-        Returns the outputs of the computed layers [layers, 1, 1, hidden]; None if there are none.
+        Returns the outputs of the computed layers [layers, 1, tokens, hidden]; None if there are
+        none.
         """
-        if not self._is_unchanged() or not self._decoder_layers[0].accepts(x, kwargs):
+        if not self._is_unchanged() or not self._accepts(0, x, kwargs):
             return None
-        token = _Token(self._decoder_layers, self._experts, self._pass, x, kwargs)
+        tokens = _Tokens(self._decoder_layers, self._experts, self._pass, x, kwargs)
         try:
-            while token.next < len(self._decoder_layers) and token.advance():
+            while tokens.next < len(self._decoder_layers) and tokens.advance():
                 pass
         finally:
-            self._forget(kwargs, token.next, len(token.views))
-        return token.outputs[: token.next] if token.next else None
+            self._forget(tokens.caches, tokens.next, len(tokens.views))
+        return tokens.outputs[: tokens.next] if tokens.next else None
+
+    def _accepts(self, number: int, x: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Check that compiled code can compute a call of decoder layer `number`."""
+        layer, batched = self._decoder_layers[number], kwargs.get("batched_cache")
+        if batched is None:
+            return layer.accepts(x, kwargs)
+        contiguous = all(each.is_contiguous() for each in (x, *kwargs["position_embeddings"]))
+        return (
+            contiguous
+            and batched.one_token_each
+            and x.shape[1] <= FEW
+            and layer.accepts_batch(x, kwargs, batched)
+        )
 
     def _observe(self, number: int, original: Forward, x: Tensor, kwargs: dict[str, Any]) -> Any:
         """Compute layer `number` by itself; check that its x is the last layer's output."""
         before, self._pass.before = self._pass.before, None
         assert before is not None
         last, expected, copy, expected_kwargs = before
-        if last != number - 1 or not self._decoder_layers[number].accepts(x, kwargs):
+        if last != number - 1 or not self._accepts(number, x, kwargs):
             return original(x, **kwargs)
         if x is not expected or not torch.equal(x, copy) or not _same(kwargs, expected_kwargs):
             self._in_order = False
@@ -211,7 +229,7 @@ class FusedLayers:
         if number < len(self._decoder_layers) - 1:
             self._pass.before = number, out, out.clone(), kwargs
         else:
-            self._in_order = self._experts.layer_experts is not None
+            self._in_order = self._experts.layer_experts(1) is not None
         return out
 
     def _is_unchanged(self) -> bool:
@@ -225,10 +243,11 @@ class FusedLayers:
             self._check = check
         return self._check.passes()
 
-    def _forget(self, kwargs: dict[str, Any], first: int, end: int) -> None:
-        """Remove this token from the KV caches of layers first .. end - 1."""
+    def _forget(self, caches: Sequence[Any], first: int, end: int) -> None:
+        """Remove a token from each KV cache in layers first .. end - 1."""
         for decoder_layer in self._decoder_layers[first:end]:
-            self._remove_token(kwargs["past_key_values"], decoder_layer.attention.module.layer_idx)
+            for cache in caches:
+                self._remove_token(cache, decoder_layer.attention.module.layer_idx)
 
 
 def _same(kwargs: dict[str, Any], expected_kwargs: dict[str, Any]) -> bool:
@@ -237,12 +256,19 @@ def _same(kwargs: dict[str, Any], expected_kwargs: dict[str, Any]) -> bool:
     return all(kwargs.get(name) is expected_kwargs.get(name) for name in names)
 
 
-class _Token:
-    """A token on its way through the layers.
+def _caches(kwargs: dict[str, Any]) -> Sequence[Any]:
+    """Return the KV cache of each token that a layer gets."""
+    batched = kwargs.get("batched_cache")
+    return [kwargs["past_key_values"]] if batched is None else batched.caches
+
+
+class _Tokens:
+    """Tokens of a pass on their way through the layers.
 
     next:    number of the next layer to compute
-    outputs: the layers' outputs
-    views:   the layers' keys and values, with this token
+    caches:  each token's KV cache
+    outputs: the layers' outputs [layers, 1, tokens, hidden]
+    views:   each layer's keys and values with these tokens, one for each token
     """
 
     def __init__(
@@ -254,10 +280,15 @@ class _Token:
         kwargs: dict[str, Any],
     ) -> None:
         self._decoder_layers, self._experts, self._pass = decoder_layers, experts, state
-        self._x, self._kwargs = x, kwargs
-        self.next, self.views = 0, list[KeyValueView]()
+        self._x, self._positions = x, kwargs["position_embeddings"]
+        self.next, self.views = 0, list[list[KeyValueView]]()
+        self.caches = _caches(kwargs)
         self._used: LaunchPlan | None = None
-        self.outputs = torch.empty(len(decoder_layers), *x.shape, dtype=x.dtype)
+        self._memory: Tensor  # of outputs, for all rows of the plan
+
+    @property
+    def outputs(self) -> Tensor:
+        return self._memory[:, :, : self._x.shape[1]]
 
     def advance(self) -> bool:
         """Compute the next decoder layers in one region, and one more layer in Python.
@@ -271,9 +302,12 @@ class _Token:
         self.next += done
         if self.next < len(self._decoder_layers):
             # The next token reuses the plan's memory.
-            index, weights = (each.clone() for each in plan.router_calls[self.next].result())
+            count = self._x.shape[1]
+            index, weights = (each.clone() for each in plan.choice(self.next))
             decoder_layer = self._decoder_layers[self.next]
-            out = decoder_layer.compute_from_choice(plan.state, index, weights, plan.residual)
+            out = decoder_layer.compute_from_choice(
+                plan.state[:count], index, weights, plan.residual[:count]
+            )
             self.outputs[self.next].copy_(out.view(self._x.shape))
             self.next += 1
         return True
@@ -284,38 +318,37 @@ class _Token:
             return []
         plan = self._plan()  # again after Python has run, which may have moved memory
         if plan is not self._used:
-            plan.set_token(self._x, self._positions, self.views, self.outputs)
+            if self._used is None:
+                self._memory = plan.empty_outputs()
+            of_tokens = [list(views) for views in zip(*self.views, strict=True)]
+            plan.set_tokens(self._x, self._positions, of_tokens, self._memory)
             self._used = plan
         return plan.run(self.next, tables)
 
-    @property
-    def _positions(self) -> Positions:
-        positions: Positions = self._kwargs["position_embeddings"]
-        return positions
-
     def _plan(self) -> LaunchPlan:
-        """Return the last token's plan if it fits, else a new one."""
-        plan = self._pass.plan
-        if plan is None or not plan.fits(self._positions, self.views):
-            experts = self._experts
-            assert experts.layer_experts is not None
+        """Return the last plan for as many tokens if it fits, else a new one."""
+        count = self._x.shape[1]
+        plan = self._pass.plans.get(count > 1)
+        most = max(view.tokens for view in self.views[0])
+        if plan is None or plan.rows < count or not plan.fits(self._positions, most):
+            rows = max(1 << (count - 1).bit_length(), plan.rows if plan else 1)
+            experts = self._experts.layer_experts(rows)
+            assert experts is not None
             plan = LaunchPlan(
                 self._decoder_layers,
-                experts.layer_experts,
-                experts.first_pieces,
-                self._x,
+                experts,
+                self._experts.first_pieces,
                 self._positions,
-                self.views,
+                [max(views, key=lambda view: view.tokens) for views in self.views],
             )
-            self._pass.plan = plan
+            self._pass.plans[count > 1] = plan
         return plan
 
     def _reserve(self) -> bool:
-        """Reserve space for the token in every layer's cache; False if one cannot."""
-        cache = self._kwargs["past_key_values"]
+        """Reserve space for the tokens in every layer's caches; False if one cannot."""
         for decoder_layer in self._decoder_layers:
-            view = decoder_layer.attention.reserve(cache)
-            if view is None:
+            views = decoder_layer.reserve_batch(self.caches)
+            if views is None:
                 return False
-            self.views.append(view)
+            self.views.append(views)
         return True

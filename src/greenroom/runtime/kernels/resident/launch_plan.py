@@ -1,9 +1,9 @@
-"""Build kernel arguments for consecutive layers once, and patch them for every token.
+"""Build kernel arguments for consecutive layers once, and patch them for every pass.
 
 Building the arguments takes Python a twentieth of a token's time. Only some of them change from
-token to token: the addresses of inputs and outputs, the positions of keys and values, and the
+pass to pass: the addresses of inputs, outputs, keys and values, the number of tokens, and the
 kernels' work counters. So all arguments have a copy, which is patched by a few vector operations,
-and a compiled kernel copies it over the arguments that the last token has used.
+and a compiled kernel copies it over the arguments that the last pass has used.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from operator import is_
 from typing import Any, NamedTuple
-from weakref import ref
 
 import numpy as np
 import torch
@@ -21,108 +19,153 @@ from torch import Tensor
 
 from greenroom.core.pieces import Ints
 from greenroom.runtime.kernels.dense.attention import KeyValueView, Positions
+from greenroom.runtime.kernels.dense.batch_calls import BatchMemory, batch_calls
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer
 from greenroom.runtime.kernels.dense.router import RouterCall
 from greenroom.runtime.kernels.dense.stored import thread_scratch
 from greenroom.runtime.kernels.dense.token_calls import AHEAD
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
-from greenroom.runtime.kernels.launch.sequence import Arguments, address_of
+from greenroom.runtime.kernels.launch.sequence import Arguments, Stage, address_of
 from greenroom.runtime.kernels.native.library import library
-from greenroom.runtime.kernels.resident.one_token import OneTokenCalls, OneTokenExperts
+from greenroom.runtime.kernels.resident.experts import ExpertCalls, ResidentExperts
+from greenroom.runtime.kernels.resident.kv_fields import KeyValueFields, KnownCaches
 from greenroom.runtime.slots.resident_tables import SlotTables
 
 STEP_INDEX = SlotTables._fields.index("step")  # of the step in SlotTables, its last item
-# Bases of patched arguments: addresses of a token's inputs and outputs, then the items of
-# SlotTables after the first.
-NONE, X, OUT, COS, SIN, TABLES = range(6)
+# Bases of patched arguments: addresses of a pass's inputs and outputs, how many tokens it has, and
+# how many rows of codes are multiplied one by one, then the items of SlotTables after the first.
+X, OUT, COS, SIN, COUNT, SEQUENTIAL, TABLES = range(7)
 STEP = TABLES + STEP_INDEX - 1
 
 
 class PatchedArgument(NamedTuple):
-    """A kernel argument that changes for each token.
-
-    Its value is a sum: number `base` of the token's own values (such as the address of its hidden
-    state), `offset`, and `per_token` times the number of tokens in the layer's KV cache.
-    """
+    """A kernel argument that changes for each pass: number `base` of its values, plus `offset`."""
 
     target: int  # index in the copies
-    layer: int
     base: int
     offset: int = 0
-    per_token: int = 0
+
+
+class LayerCalls(NamedTuple):
+    """Kernel calls of a decoder layer and its experts.
+
+    entries:   addresses of kernels and their calls, for `run_stages`
+    of_tokens: for each token, its calls of the norms and of attention
+    shared:    other calls, which have the number of tokens in a field of the given name
+    choice:    the choice of experts
+    experts:   the calls for the experts
+    """
+
+    entries: list[int]
+    of_tokens: Sequence[Sequence[Arguments]]
+    shared: Sequence[tuple[Arguments, str]]
+    choice: RouterCall
+    experts: ExpertCalls
+
+    @property
+    def arguments(self) -> list[Arguments]:
+        """Return all arguments, which kernels change: of tokens, shared, choices, experts."""
+        of_tokens = [each for token in self.of_tokens for each in token]
+        shared = [arguments for arguments, _ in self.shared]
+        return [*of_tokens, *shared, *self.choice.choices, self.experts.all]
 
 
 class LaunchPlan:
-    """Kernel arguments for consecutive decoder layers, for the tokens of one KV cache."""
+    """Kernel arguments for consecutive decoder layers, for passes of up to `rows` tokens."""
 
     def __init__(
         self,
         decoder_layers: Sequence[FusedDecoderLayer],
-        experts: Sequence[OneTokenExperts],
+        experts: Sequence[ResidentExperts],
         first_pieces: Sequence[int],
-        x: Tensor,
         positions: Positions,
         views: Sequence[KeyValueView],
     ) -> None:
-        """Build the kernel arguments of consecutive layers for tokens like x [1, 1, hidden].
+        """Build the kernel arguments of consecutive layers.
 
-        `first_pieces` are the indices of each layer's first expert in the slot tables.
+        experts: the layers' experts for up to `rows` tokens
+        first_pieces: indices of each layer's first expert in the slot tables
+        positions, views: the positions of some tokens, and each layer's keys and values of one
         """
-        self._count, self._rotary = len(decoder_layers), positions[0].shape[-1]
-        self._max_tokens = AHEAD + max(view.tokens for view in views)
-        # Weak references: the plan must not keep a finished request's cache in memory.
-        self._tensors = [ref(each) for view in views for each in view[:2]]
-        self._bytes = x.nbytes  # of an output
+        self.rows, self._rotary = experts[0].tokens, positions[0].shape[-1]
+        self._layers, self._experts = decoder_layers, experts
+        self._most_tokens = AHEAD + max(view.tokens for view in views)
+        attention = decoder_layers[0].attention
+        hidden, dtype = attention.hidden, attention.dtype
+        self._row_bytes = hidden * dtype.itemsize  # of a token's hidden state
         self._bases: Ints = np.zeros(STEP + 1, np.int64)
         # Layers share the memory that is used from stage to stage.
-        self.residual, self.state = torch.empty(2, 1, x.shape[-1], dtype=x.dtype).unbind()
-        self._work = max(
-            (decoder_layer.workspace(self._max_tokens) for decoder_layer in decoder_layers),
-            key=Tensor.numel,
-        )
+        self.residual, self.state = torch.empty(2, self.rows, hidden, dtype=dtype).unbind()
+        self._wide = torch.empty(self.rows, hidden if experts[0].takes_wide else 0)
+        self._dense = BatchMemory(decoder_layers, [self._most_tokens] * self.rows)
         self._memory = max((each.workspace() for each in experts), key=Tensor.numel)
         self._strides = (
             max(decoder_layer.attention.stride for decoder_layer in decoder_layers),
             max(each.stride for each in experts),
         )
-        self._kernel = experts[0]
         self._scratch = self._scratch_addresses()  # allocated before its address is used
-
-        self.router_calls: list[RouterCall] = []
-        self._expert_calls: list[OneTokenCalls] = []
-        self._entries: list[list[int]] = []
-        stages: list[list[Arguments]] = []
-        for decoder_layer, view, layer_experts, first in zip(
-            decoder_layers, views, experts, first_pieces, strict=True
-        ):
-            before, call = decoder_layer.stages_to_choice(
-                x, positions, view, self.residual, self.state, self._work
-            )
-            region = layer_experts.region_calls(
-                self.state.data_ptr(),
-                call.ids.data_ptr(),
-                call.weights.data_ptr(),
-                self.residual.data_ptr(),
-                self._memory,
-                first,
-            )
-            entries = [n for entry, arg in before for n in (entry.address, address_of(arg))]
-            self._entries.append([*entries, 0, call.chosen_address, *region.entries])
-            self._expert_calls.append(region.calls)
-            self.router_calls.append(call)
-            stages.append([*(arguments for _, arguments in before), region.calls.all])
-        self._make_copies(stages)
-        patches = np.array(list(self._patched_arguments(stages, decoder_layers, experts, views)))
-        self._targets, self._layer, self._base, self._offset, self._per_token = patches.T.copy()
+        self._calls = [
+            self._layer_calls(*each, positions)
+            for each in zip(decoder_layers, experts, first_pieces, views, strict=True)
+        ]
+        self._make_copies()
+        patches = np.array(list(self._patched_arguments()))
+        self._targets, self._base, self._offset = patches.T.copy()
+        self._caches, self._kv_targets = KnownCaches(), self._key_value_targets()
         self._regions = {0: self._make_region(0)}
 
-    def _make_copies(self, stages: Sequence[Sequence[Arguments]]) -> None:
+    def _layer_calls(
+        self,
+        layer: FusedDecoderLayer,
+        experts: ResidentExperts,
+        first_piece: int,
+        view: KeyValueView,
+        positions: Positions,
+    ) -> LayerCalls:
+        """Make the kernel calls of a layer, whose inputs from the model are not set."""
+        rows, residual, state = self.rows, self.residual, self.state
+        x, one = torch.empty_like(residual), (positions[0][:, :1], positions[1][:, :1])
+        stages: Sequence[Stage]
+        if rows == 1:
+            stages = layer.stages(x, one, view, residual, state, self._dense.works[0])
+            of_tokens: Sequence[Sequence[Arguments]] = [[call for _, call in stages]]
+            shared: list[tuple[Arguments, str]] = []
+        else:
+            stages, of_tokens = batch_calls(
+                layer,
+                x[None],
+                [one] * rows,
+                [view] * rows,
+                residual[None],
+                state[None],
+                self._dense,
+                self._wide.data_ptr() if experts.takes_wide else 0,
+            )
+            shared = [(call, "tokens") for _, call in stages]
+        assert layer.router is not None
+        choice = RouterCall(layer.router, state.data_ptr(), rows)
+        (_, product), (_, select) = choice.stages
+        shared += [(product, "rows")] if rows == 1 else [(product, "rows"), (select, "tokens")]
+        region = experts.region_calls(
+            (self._wide if experts.takes_wide else state).data_ptr(),
+            choice.ids.data_ptr(),
+            choice.weights.data_ptr(),
+            residual.data_ptr(),
+            self._memory,
+            first_piece,
+        )
+        entries = [
+            n for entry, arg in (*stages, *choice.stages) for n in (entry.address, address_of(arg))
+        ]
+        entries += [n for address in choice.chosen_addresses for n in (0, address)]
+        return LayerCalls([*entries, *region.entries], of_tokens, shared, choice, region.calls)
+
+    def _make_copies(self) -> None:
         """Copy all arguments, and make the call of the kernel `copy_calls`."""
-        live = [arguments for layer in stages for arguments in layer]
+        live = [arguments for layer in self._calls for arguments in layer.arguments]
         self._copies: Ints = np.concatenate(
             [np.frombuffer(memoryview(arguments), np.int64) for arguments in live]
         )
-        self._live = live
         self._runs = (library().structure("Run") * len(live))()
         start = self._copies.ctypes.data
         for run, arguments in zip(self._runs, live, strict=True):
@@ -131,57 +174,65 @@ class LaunchPlan:
         self._copy_call = library().structure("CopyCall")(
             count=len(live), runs=ctypes.addressof(self._runs)
         )
+        self._begins = [0, *accumulate(map(_size, live))]
 
-    def _patched_arguments(
-        self,
-        stages: Sequence[Sequence[Arguments]],
-        decoder_layers: Sequence[FusedDecoderLayer],
-        experts_of_layers: Sequence[OneTokenExperts],
-        views: Sequence[KeyValueView],
-    ) -> Iterator[PatchedArgument]:
-        """Yield the arguments of all layers that change for each token."""
-        keys = [_rows(view.keys) for view in views]
-        values = [_rows(view.values) for view in views]
-        start = 0
-        for n, (layer, decoder_layer, experts) in enumerate(
-            zip(stages, decoder_layers, experts_of_layers, strict=True)
+    def _patched_arguments(self) -> Iterator[PatchedArgument]:
+        """Yield the arguments of all layers that change for each pass, but for keys and values."""
+        chosen: list[int] = []
+        at = iter(self._begins)
+        for n, (layer, experts, calls) in enumerate(
+            zip(self._layers, self._experts, self._calls, strict=True)
         ):
-            begins = [start + at for at in accumulate([0, *map(_size, layer)])]
-            start, last = begins.pop(), begins[-1]
+            fields, out = layer.token_fields, n * self.rows * self._row_bytes
+            for token, of_token in enumerate(calls.of_tokens):
+                begins = [next(at) for _ in of_token]
+                row, rotary = token * self._row_bytes, token * self._rotary * self._item_bytes
+                before = (OUT, out - self.rows * self._row_bytes) if n else (X, 0)
+                for some, (base, offset) in (
+                    (fields.x, (before[0], before[1] + row)),
+                    (fields.cos, (COS, rotary)),
+                    (fields.sin, (SIN, rotary)),
+                ):
+                    for stage, name in some:
+                        target = begins[stage] + _offset(of_token[stage], name)
+                        yield PatchedArgument(target, base, offset)
+            for arguments, name in calls.shared:
+                yield PatchedArgument(next(at) + _offset(arguments, name), COUNT)
+            chosen += [next(at) + _offset(choice, "chosen") for choice in calls.choice.choices]
+            begin = next(at)
+            for index in experts.output_indices:
+                yield PatchedArgument(begin + index, OUT, out)
+            for index, added in experts.count_indices:
+                yield PatchedArgument(begin + index, COUNT, added)
+            yield PatchedArgument(begin + experts.sequential_index, SEQUENTIAL)
+            tables = begin + experts.tables_index
+            for i in range(1, STEP_INDEX):
+                yield PatchedArgument(tables + i, TABLES + i - 1)
+            yield PatchedArgument(tables + STEP_INDEX, STEP, n)
+        self._chosen = np.array(chosen).reshape(len(self._layers), self.rows)
 
-            def indices(
-                fields: Sequence[tuple[int, str]],
-                begins: list[int] = begins,
-                layer: Sequence[Arguments] = layer,
-            ) -> Iterator[int]:
-                for stage, name in fields:
-                    yield begins[stage] + getattr(type(layer[stage]), name).offset // 8
+    @property
+    def _item_bytes(self) -> int:
+        return self.state.itemsize
 
-            patched, tables = decoder_layer.token_fields, last + experts.tables_index
-            for at in indices(patched.x):  # the first layer's input comes from the model
-                yield (
-                    PatchedArgument(at, n, OUT, (n - 1) * self._bytes)
-                    if n
-                    else PatchedArgument(at, n, X)
-                )
-            for base, positions in ((COS, patched.cos), (SIN, patched.sin)):
-                yield from (PatchedArgument(at, n, base) for at in indices(positions))
-            for (address, row), positions in ((keys[n], patched.key), (values[n], patched.value)):
-                yield from (
-                    PatchedArgument(at, n, NONE, address - row, row) for at in indices(positions)
-                )
-            yield from (PatchedArgument(at, n, NONE, 0, 1) for at in indices(patched.tokens))
-            yield from (
-                PatchedArgument(last + at, n, OUT, n * self._bytes) for at in experts.output_indices
-            )
-            yield from (
-                PatchedArgument(tables + i, n, TABLES + i - 1) for i in range(1, STEP_INDEX)
-            )
-            yield PatchedArgument(tables + STEP_INDEX, n, STEP, n)
+    def _key_value_targets(self) -> Ints:
+        """Return the indices of fields of keys and values in the copies [rows, layers, fields]."""
+        targets = np.empty((self.rows, len(self._layers), KeyValueFields.COUNT), np.int64)
+        at = iter(self._begins)
+        for n, (layer, calls) in enumerate(zip(self._layers, self._calls, strict=True)):
+            for token, of_token in enumerate(calls.of_tokens):
+                begins = [next(at) for _ in of_token]
+                targets[token, n] = [
+                    begins[stage] + _offset(of_token[stage], name)
+                    for stage, name in layer.key_value_fields
+                ]
+            for _ in calls.arguments[self.rows * len(of_token) :]:
+                next(at)
+        return targets
 
     def _make_region(self, first: int) -> tuple[Any, Any]:
         """Make the call of `run_stages` for the layers from number `first` on, and its stages."""
-        entries = [n for each in self._entries[first:] for n in each]
+        entries = [n for each in self._calls[first:] for n in each.entries]
         stages = (library().structure("Stage") * (1 + len(entries) // 2))()
         stages[0].kernel = kernel_entry("copy_calls").address
         stages[0].call = address_of(self._copy_call)
@@ -193,54 +244,73 @@ class LaunchPlan:
     def _scratch_addresses(self) -> tuple[int, int]:
         """Return the addresses of this thread's scratch memory, for dense layers and experts."""
         dense, experts = self._strides
-        return thread_scratch(dense), self._kernel.scratch(experts)
+        return thread_scratch(dense), self._experts[0].scratch(experts)
 
-    def fits(self, positions: Positions, views: Sequence[KeyValueView]) -> bool:
-        """Check that the addresses in the stored kernel arguments are valid for a token."""
-        tensors = [each for view in views for each in view[:2]]
+    def fits(self, positions: Positions, most_tokens: int) -> bool:
+        """Check that the stored kernel arguments are valid for a pass.
+
+        `most_tokens` is the largest number of tokens in a KV cache.
+        """
         return (
-            all(map(is_, [find() for find in self._tensors], tensors))
-            and max(view.tokens for view in views) <= self._max_tokens
+            most_tokens <= self._most_tokens
             and positions[0].shape[-1] == self._rotary
             and self._scratch_addresses() == self._scratch
         )
 
-    def set_token(
-        self, x: Tensor, positions: Positions, views: Sequence[KeyValueView], outputs: Tensor
-    ) -> None:
-        """Patch the kernel arguments for the next token.
+    def empty_outputs(self) -> Tensor:
+        """Allocate memory for the outputs of all layers, [layers, 1, rows, hidden]."""
+        hidden = self.state.shape[-1]
+        return torch.empty(len(self._layers), 1, self.rows, hidden, dtype=self.state.dtype)
 
-        `outputs` [layers, 1, 1, hidden] receives the layers' outputs.
+    def set_tokens(
+        self,
+        x: Tensor,
+        positions: Positions,
+        views: Sequence[Sequence[KeyValueView]],
+        outputs: Tensor,
+    ) -> None:
+        """Patch the kernel arguments for the tokens of the next pass.
+
+        x:       [1, tokens, hidden]
+        views:   each token's keys and values, in each layer
+        outputs: memory from `empty_outputs`, for the layers' outputs
         """
-        tokens = np.array([view.tokens for view in views])
-        self._values = self._offset + self._per_token * tokens[self._layer]
+        for targets, of_token in zip(self._kv_targets, views, strict=False):
+            self._copies[targets] = self._caches.fields(of_token)
+        self._copies[self._chosen] = np.arange(self.rows) >= len(views)  # of unused rows: chosen
         inputs = (x, outputs, *positions)
         self._bases[X : SIN + 1] = [each.data_ptr() for each in inputs]
+        self._bases[COUNT] = len(views)
 
     def run(self, first: int, tables: SlotTables) -> list[int]:
-        """Compute the layers from number `first` on for one token.
+        """Compute the layers from number `first` on for the tokens of a pass.
 
         Return how many experts each computed layer had. The computation stops at a layer whose
         experts torch must choose, or of which a chosen expert is not loaded. `tables` are the slot
         tables of layer `first`.
         """
+        self._bases[SEQUENTIAL] = self._experts[0].sequential_rows
         self._bases[TABLES : STEP + 1] = tables[1:]
         self._bases[STEP] -= first
-        self._copies[self._targets] = self._values + self._bases[self._base]
+        self._copies[self._targets] = self._offset + self._bases[self._base]
         self._copy_call.cursor = 0
         if first not in self._regions:
             self._regions[first] = self._make_region(first)
         region = self._regions[first][0]
         region.progress = 0
         kernel_entry("run_stages")(address_of(region))
-        counts = [calls.search.found for calls in self._expert_calls[first:]]
+        counts = [calls.experts.search.found for calls in self._calls[first:]]
         return counts[: counts.index(0)] if 0 in counts else counts
+
+    def choice(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the expert ids and gate weights that were chosen in a layer, [tokens, top_k]."""
+        return self._calls[layer].choice.result(int(self._bases[COUNT]))
 
 
 def _size(arguments: Arguments) -> int:
     return memoryview(arguments).nbytes // 8
 
 
-def _rows(tensor: Tensor) -> tuple[int, int]:
-    """Return (address of keys or values, bytes from token to token)."""
-    return tensor.data_ptr(), tensor.stride(2) * tensor.itemsize
+def _offset(arguments: Arguments, name: str) -> int:
+    """Return the index of a field of eight bytes in a kernel's arguments."""
+    return int(getattr(type(arguments), name).offset) // 8

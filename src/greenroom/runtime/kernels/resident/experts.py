@@ -1,4 +1,4 @@
-"""Compute one token's experts, from the router's choice to their sum, if all are resident.
+"""Compute a few tokens' resident experts, from the router's choice to their sum.
 
 The compiled kernels run with calls that are copied from a template. After a group of experts has
 evicted the CPU caches, Python's lists and NumPy's views take as long as the sum over the experts.
@@ -30,12 +30,14 @@ RunResident = Callable[[Callable[[SlotTables], tuple[int, ...]]], int | None]
 
 
 @cache
-def calls_type(top_k: int) -> Any:
-    """Make the structure of all kernel calls for one token's experts, and of their lists."""
+def calls_type(tokens: int, top_k: int) -> Any:
+    """Make the structure of all kernel calls for some tokens' experts, and of their lists."""
     structure = library().structure
-    chosen = ctypes.c_int64 * top_k
+    entries = tokens * top_k
+    chosen = ctypes.c_int64 * entries
     fields = [
         ("search", structure("SlotSearch")),
+        ("pack", structure("PackCall")),
         ("group", structure("GroupCall")),
         ("sum", structure("SumCall")),
         ("norm", structure("NormCall")),
@@ -43,18 +45,18 @@ def calls_type(top_k: int) -> Any:
         ("stages", structure("Stage") * 3),
         ("routing", structure("Routing")),
         *((name, chosen) for name in ("experts", "slots", "finished", "tokens", "rows")),
-        ("starts", ctypes.c_int64 * (top_k + 1)),
+        ("starts", ctypes.c_int64 * (entries + 1)),
     ]
-    return type("OneTokenCalls", (ctypes.Structure,), {"_fields_": fields})
+    return type("ExpertCalls", (ctypes.Structure,), {"_fields_": fields})
 
 
-class OneTokenCalls:
-    """Kernel calls for one token's experts, in memory of their own.
+class ExpertCalls:
+    """Kernel calls for some tokens' experts, in memory of their own.
 
-    search, group, sum, norm: the kernels' calls
+    search, pack, group, sum, norm: the kernels' calls
     """
 
-    __slots__ = ("_first", "address", "all", "group", "norm", "search", "sum")
+    __slots__ = ("_first", "address", "all", "group", "norm", "pack", "search", "sum")
 
     def __init__(self, template: Any) -> None:
         """Copy a template (see `calls_type`), and set the addresses that lie in the copy."""
@@ -65,13 +67,18 @@ class OneTokenCalls:
         routing, search, group = calls.routing, calls.search, calls.group
         for name in ("experts", "starts", "tokens", "rows"):
             setattr(routing, name, at[name])
+        for name in ("slots", "starts", "tokens", "rows"):
+            setattr(search, name, at[name])
+        search.sorted = at["experts"]
         group.routing = calls.sum.routing = at["routing"]
         group.experts, group.slots, group.finished = at["experts"], at["slots"], at["finished"]
-        search.sorted, search.slots, search.ranks = at["experts"], at["slots"], at["rows"]
+        counts = at["routing"] + type(routing).count.offset, at["group"] + type(group).count.offset
+        search.found_places[:] = counts
         for stage, name in zip(calls.stages, ("group", "sum", "norm"), strict=True):
             stage.call = at[name]
         calls.region.stages = at["stages"]
-        self.search, self.group, self.sum, self.norm = search, group, calls.sum, calls.norm
+        self.search, self.pack, self.group = search, calls.pack, group
+        self.sum, self.norm = calls.sum, calls.norm
         self._first = bytes(calls)
 
     def reset(self) -> None:
@@ -84,33 +91,45 @@ class OneTokenCalls:
         return self.address + int(type(self.all).region.offset)
 
 
-class OneTokenExperts:
-    """One MoE layer's experts for a single token, with precomputed kernel calls.
+class ResidentExperts:
+    """One MoE layer's experts for a few tokens, with precomputed kernel calls.
 
-    The token chooses `top_k` experts, with gate weights of one data type.
+    Each token chooses `top_k` experts, with gate weights of one data type.
+
+    tokens: their largest number
+    takes_wide: do kernels read the tokens' hidden states in float32?
     """
 
     def __init__(
-        self, kernel: CpuKernel, layer: LayerExperts, top_k: int, weights: torch.dtype
+        self,
+        kernel: CpuKernel,
+        layer: LayerExperts,
+        tokens: int,
+        top_k: int,
+        weights: torch.dtype,
     ) -> None:
         plan, hidden = layer_plan(layer, kernel.name), layer.hidden
-        self._kernel, self._plan = kernel, plan
+        self._kernel, self._plan, self.tokens = kernel, plan, tokens
         self._dtype, self._hidden, self._top_k = layer.dtype, hidden, top_k
         self._weights = layer.dtype if weights is layer.dtype else torch.float32
-        # The calls of the kernel for a token that chooses the first experts.
-        routing = Routing.of(np.arange(top_k)[None], layer.num_experts)
-        x = torch.zeros(1, hidden, dtype=layer.dtype)
-        step = CpuStep(kernel, layer, x, routing, torch.zeros(1, top_k, dtype=weights))
+        # The calls of the kernel for tokens that choose the first experts.
+        routing = Routing.of(np.arange(top_k)[None].repeat(tokens, 0), layer.num_experts)
+        x = torch.zeros(tokens, hidden, dtype=layer.dtype)
+        step = CpuStep(kernel, layer, x, routing, torch.zeros(tokens, top_k, dtype=weights))
         start = step.addresses[1]
         self._mid, self._act, self._out = (step.addresses[n] - start for n in (1, 2, 3))
-        self._sums, self._floats = 4 * step.sums, step.buffer.numel()
-        self._type = calls_type(top_k)
-        calls = self._template = self._type(
-            group=step.group_call(plan, range(top_k), [0] * top_k)[0],
-            sum=step.sum_call(plan)[0],
-            starts=tuple(range(top_k + 1)),
-        )
-        calls.norm.columns, calls.routing.count = hidden, top_k
+        self._sums, self._packed = 4 * step.sums, 4 * step.buffer.numel()
+        self._floats = step.buffer.numel() + tokens * hidden
+        self._type = calls_type(tokens, top_k)
+        group = step.group_call(plan, range(top_k), [0] * top_k)[0]
+        calls = self._template = self._type(group=group, sum=step.sum_call(plan)[0])
+        calls.starts[: top_k + 1] = range(0, tokens * top_k + 1, tokens)
+        self.takes_wide = not group.narrow
+        self._packs = bool(group.packed)
+        if self._packs:
+            calls.pack.planes, calls.pack.columns = plan.up_planes, hidden
+        calls.norm.columns, calls.norm.more, calls.routing.count = hidden, tokens - 1, top_k
+        calls.pack.rows = calls.search.count = tokens
         calls.search.top_k, calls.search.experts = top_k, layer.num_experts
         calls.region.count = len(calls.stages)
         entries = plan.group_entry, plan.sum_entry, plan.norm_entry
@@ -122,9 +141,9 @@ class OneTokenExperts:
 
     @staticmethod
     def of(
-        kernel: object, layer: LayerExperts, top_k: int, weights: torch.dtype
-    ) -> OneTokenExperts | None:
-        """Make the `OneTokenExperts` of an MoE layer.
+        kernel: object, layer: LayerExperts, tokens: int, top_k: int, weights: torch.dtype
+    ) -> ResidentExperts | None:
+        """Make the `ResidentExperts` of an MoE layer.
 
         Return None if no compiled kernel computes the layer with its activation.
         """
@@ -137,12 +156,14 @@ class OneTokenExperts:
         raw = layer_plan(layer, kernel.name).activation.code == RAW
         if raw or top_k > layer.num_experts:
             return None
-        return OneTokenExperts(kernel, layer, top_k, weights)
+        return ResidentExperts(kernel, layer, tokens, top_k, weights)
 
     def __call__(
         self, run_resident: RunResident, x: Tensor, index: Tensor, weights: Tensor, residual: Tensor
     ) -> Tensor | None:
-        """Compute one token's experts, and return their sum plus the residual: [1, H].
+        """Compute the experts of one token, and return their sum plus the residual: [1, H].
+
+        Only with `tokens` = 1.
 
         run_resident: calls a function with the layer's slot tables if all experts are resident;
                       returns 1 if the function found the slots of the chosen experts, else 0 or
@@ -180,27 +201,30 @@ class OneTokenExperts:
         return result if run_resident(region) else None
 
     def workspace(self) -> Tensor:
-        """Allocate the scratch memory of one kernel call for one token's experts."""
+        """Allocate the memory of one kernel call for the tokens' experts."""
         return torch.empty(self._floats)
 
-    def _thread_calls(self) -> OneTokenCalls:
+    def _thread_calls(self) -> ExpertCalls:
         """Return the calling thread's kernel calls, as in the template."""
-        calls: OneTokenCalls | None = getattr(self._local, "calls", None)
+        calls: ExpertCalls | None = getattr(self._local, "calls", None)
         if calls is None:
-            calls = self._local.calls = OneTokenCalls(self._template)
+            calls = self._local.calls = ExpertCalls(self._template)
         else:
             calls.reset()
         return calls
 
     def _set_inputs(
-        self, calls: OneTokenCalls, x: int, weights: int, residual: int, buffer: Tensor
+        self, calls: ExpertCalls, x: int, weights: int, residual: int, buffer: Tensor
     ) -> None:
-        """Set the addresses of a token's inputs and of memory in kernel calls."""
+        """Set the addresses of the tokens' inputs and of memory in kernel calls."""
         group, total, start = calls.group, calls.sum, buffer.data_ptr()
         group.x, total.weights, calls.norm.x = x, weights, residual
         group.mid, group.act = start + self._mid, start + self._act
         group.out = total.outputs = start + self._out
         total.sums = start + self._sums
+        if self._packs:
+            calls.pack.x, calls.pack.out = x, start + self._packed
+            group.packed = calls.pack.out
         group.scratch = self._kernel.scratch(self._plan.scratch)[0]
 
     def accepts(self, weights: torch.dtype) -> bool:
@@ -224,31 +248,60 @@ class OneTokenExperts:
     ) -> RegionCalls:
         """Make kernel calls of an MoE layer's experts for a region of several layers.
 
-        x, index, weights, residual: addresses, whose values are computed in the region
+        x, index, weights, residual: addresses, whose values are computed in the region; x is in
+                                     float32 if `takes_wide`
         buffer: memory from `workspace`
         first: index of the layer's first expert in the tables of slots
 
-        The output's address and the slot tables must be set afterwards. The kernels compute nothing
-        if a chosen expert is not loaded.
+        The output's address, the slot tables and the number of tokens must be set afterwards. The
+        kernels compute nothing if a chosen expert is not loaded.
         """
-        calls = OneTokenCalls(self._template)
+        calls = ExpertCalls(self._template)
         self._set_inputs(calls, x, weights, residual, buffer)
         calls.search.ids, calls.search.tables.first = index, first
         count = calls.address + type(calls.search).found.offset
         stages = [n for stage in calls.all.stages for n in (stage.kernel, stage.call)]
+        if self._packs:
+            pack = calls.address + self._type.pack.offset
+            stages = [kernel_entry("pack_rows").address, pack, *stages]
         return RegionCalls(calls, (self._find_slots.address, calls.address, 0, count, *stages))
 
     @property
     def tables_index(self) -> int:
         """Return the index in the calls, in int64, at which the expert slot tables begin."""
-        return int(self._type.search.offset + type(self._template.search).tables.offset) // 8
+        return self._index("search", "tables")
 
     @property
     def output_indices(self) -> tuple[int, ...]:
         """Return the indices in the calls, in int64, of the output's address."""
-        kind, total, norm = self._type, type(self._template.sum), type(self._template.norm)
-        places = (kind.sum, total.result), (kind.norm, norm.y), (kind.norm, norm.sum)
-        return tuple((call.offset + field.offset) // 8 for call, field in places)
+        return tuple(
+            self._index(*place) for place in (("sum", "result"), ("norm", "y"), ("norm", "sum"))
+        )
+
+    @property
+    def count_indices(self) -> tuple[tuple[int, int], ...]:
+        """Return where the number of tokens is in the calls: (index in int64, what is added)."""
+        return (
+            (self._index("search", "count"), 0),
+            (self._index("pack", "rows"), 0),
+            (self._index("sum", "tokens"), 0),
+            (self._index("norm", "more"), -1),
+        )
+
+    @property
+    def sequential_index(self) -> int:
+        """Return the index in the calls, in int64, of `sequential_rows` of a group."""
+        return self._index("group", "sequential_rows")
+
+    @property
+    def sequential_rows(self) -> int:
+        """Return up to how many rows are multiplied with codes one by one now."""
+        return self._kernel.sequential_rows
+
+    def _index(self, call: str, field: str) -> int:
+        place = getattr(self._type, call)
+        kind = type(getattr(self._template, call))
+        return int(place.offset + getattr(kind, field).offset) // 8
 
 
 class RegionCalls(NamedTuple):
@@ -258,5 +311,5 @@ class RegionCalls(NamedTuple):
     entries: addresses of kernels and their calls, for `run_stages`
     """
 
-    calls: OneTokenCalls
+    calls: ExpertCalls
     entries: tuple[int, ...]
