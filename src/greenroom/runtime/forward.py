@@ -58,7 +58,8 @@ class Binding:
     ) -> ResidentExperts | None:
         """Return the kernel for the experts of up to so many tokens.
 
-        It is made at its first use. `weights` is the dtype of the gate weights. Returns None if the layer has no such kernel.
+        It is made at its first use. `weights` is the dtype of the gate weights. Returns None if the
+        layer has no such kernel.
         """
         key = tokens, top_k, weights
         if key not in self.resident:

@@ -1,7 +1,7 @@
 """Kernel calls of a decoder layer for several tokens.
 
-Each token has a KV cache. Tokens of one sequence share one: each attends to those before it. The result for each
-token has the bits of a pass of its own.
+Each token has a KV cache. Tokens of one sequence share one: each attends to those before it. The
+result for each token has the bits of a pass of its own.
 """
 
 from __future__ import annotations

@@ -296,7 +296,8 @@ class FusedDecoderLayer:
     def accepts_batch(self, x: Tensor, kwargs: dict[str, Any], batched_cache: Any) -> bool:
         """Check that compiled code can compute a call for several tokens.
 
-        Each is the next token of a sequence. `batched_cache` (`hf.kv.batch.BatchedCache`) has the sequences' KV caches.
+        Each is the next token of a sequence. `batched_cache` (`hf.kv.batch.BatchedCache`) has the
+        sequences' KV caches.
         """
         positions = batched_cache.positions(kwargs["position_embeddings"])
         first = {"position_embeddings": positions[0], "past_key_values": batched_cache.caches[0]}
