@@ -83,7 +83,7 @@ def decode(data: bytes, header: PictureHeader, resize: Any) -> Image:
             with Image.open(BytesIO(data), formats=(kind,)) as image:
                 _check_size(*image.size)
                 upright = load_image(image)
-        except UsageError:
+        except (UsageError, MemoryError):
             raise
         except Exception as error:  # Pillow's decoders raise errors of many types
             raise UsageError(f"it is damaged: {' '.join(str(error).split())[:100]}") from None
