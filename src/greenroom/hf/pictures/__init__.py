@@ -1,9 +1,9 @@
 """Pictures in prompts: decoding within limits, their tokens, and their hidden states.
 
-    reader = PictureReader(model, context=4096, most_tokens=1024)    # reader.obstacle: why it cannot
+    reader = PictureReader(model, context=4096, most_tokens=1024)  # obstacle: why it reads none
     ids, pictures = reader.read(ids, [EncodedPicture(data, "image/png")])  # in any thread
-    features = PictureFeatures(pictures, reader.tower)               # in the thread that computes
-    model(input_ids=..., **pass_options(reader.tower, [ids], [features.part(0, len(ids))]))
+    features = PictureFeatures(pictures)                 # in the thread that computes
+    model(input_ids=..., **pass_options([ids], [0], [features.part(0, len(ids))]))
 
 header    format and size of a picture, from its first bytes
 decode    pixels of a picture, by Pillow

@@ -6,10 +6,14 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from greenroom.hf.pictures.tower import VisionTower
 
 WORDS = 8  # of a digest, one for each token; they are negative numbers of 32 bits
 NEGATIVE = np.int32(-(1 << 31))
@@ -46,6 +50,7 @@ class Picture:
 class PromptPictures:
     """The pictures of one prompt, in order.
 
+    tower:     encodes the pictures
     begins:    the index of each picture's first token
     positions: rotary positions of the prompt's tokens, [3, tokens]: time, height and width
     shift:     what is added to the index of a token after the prompt, for its position
@@ -53,6 +58,7 @@ class PromptPictures:
                same tokens and other pictures differ in them
     """
 
+    tower: VisionTower
     pictures: tuple[Picture, ...]
     begins: tuple[int, ...]
     positions: Tensor

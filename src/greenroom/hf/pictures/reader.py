@@ -71,6 +71,16 @@ class PictureReader:
         self._settings = repr(sorted(processor.to_dict().items(), key=str))
         self.tower = VisionTower(self._model, processor)
 
+    @property
+    def description(self) -> str:
+        """Describe what is read, for the start-up line; "" for models of text."""
+        if self._model.config.model_type not in MODELS:
+            return ""
+        if self.obstacle:
+            return f"no pictures: {self.obstacle}"
+        most = self._limits["max_pixels"] // self._side**2
+        return f"pictures in messages, of up to {most:,} tokens each"
+
     def read(
         self, ids: Sequence[int], encoded: Sequence[EncodedPicture]
     ) -> tuple[tuple[int, ...], PromptPictures]:
@@ -94,7 +104,7 @@ class PictureReader:
         expanded, begins = expand(ids, token, pictures)
         positions, shift = self._positions(expanded, pictures, begins)
         keys = prefix_keys(expanded, pictures, begins)
-        prompt = PromptPictures(tuple(pictures), tuple(begins), positions, shift, keys)
+        prompt = PromptPictures(self.tower, tuple(pictures), tuple(begins), positions, shift, keys)
         return tuple(expanded), prompt
 
     def _pictures(self, encoded: Sequence[EncodedPicture], others: int) -> list[Picture]:

@@ -74,10 +74,12 @@ class VisionTower:
 class Part(NamedTuple):
     """What a pass needs to know of one sequence with pictures.
 
+    tower:     encodes its pictures
     positions: rotary positions of its new tokens, [3, tokens]
     rows:      (index of the first new token, hidden states) of pictures among the new tokens
     """
 
+    tower: VisionTower
     positions: Tensor
     rows: tuple[tuple[int, Rows], ...]
 
@@ -85,8 +87,8 @@ class Part(NamedTuple):
 class PictureFeatures:
     """Hidden states of one sequence's pictures, while passes need them."""
 
-    def __init__(self, pictures: PromptPictures, tower: VisionTower) -> None:
-        self.prompt, self._tower = pictures, tower
+    def __init__(self, prompt: PromptPictures) -> None:
+        self.prompt = prompt
         self._rows: dict[int, Rows] = {}  # by the number of the picture
 
     def part(self, begin: int, count: int) -> Part:
@@ -98,19 +100,17 @@ class PictureFeatures:
         prompt, end = self.prompt, begin + count
         rows: dict[int, Rows] = {}
         parts: list[tuple[int, Rows]] = []
-        for number, (picture, first) in enumerate(
-            zip(prompt.pictures, prompt.begins, strict=True)
-        ):
+        for number, (picture, first) in enumerate(zip(prompt.pictures, prompt.begins, strict=True)):
             last = first + picture.tokens
             if last <= begin or end <= first:
                 continue
             found = self._rows.get(number)
-            rows[number] = self._tower.encode(picture) if found is None else found
+            rows[number] = prompt.tower.encode(picture) if found is None else found
             start = max(begin, first)
             part = rows[number].part(start - first, min(end, last) - first)
             parts.append((start - begin, part))
         self._rows = rows
-        return Part(self._positions(begin, end), tuple(parts))
+        return Part(prompt.tower, self._positions(begin, end), tuple(parts))
 
     def _positions(self, begin: int, end: int) -> Tensor:
         stored = self.prompt.positions[:, begin:end]
@@ -121,10 +121,7 @@ class PictureFeatures:
 
 
 def pass_options(
-    tower: VisionTower,
-    ids: Sequence[Sequence[int]],
-    begins: Sequence[int],
-    parts: Sequence[Part | None],
+    ids: Sequence[Sequence[int]], begins: Sequence[int], parts: Sequence[Part | None]
 ) -> dict[str, Any]:
     """Return the arguments of a model's forward for new tokens of sequences with pictures.
 
@@ -132,6 +129,7 @@ def pass_options(
     begins: how many tokens each sequence had before
     parts:  of the sequences with pictures, and None for the others
     """
+    tower = next(part.tower for part in parts if part is not None)
     positions = [
         torch.arange(begin, begin + len(each)).expand(3, -1) if part is None else part.positions
         for each, begin, part in zip(ids, begins, parts, strict=True)
