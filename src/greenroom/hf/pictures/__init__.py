@@ -10,5 +10,6 @@ decode    pixels of a picture, by Pillow
 prompt    a prompt's pictures: their places, positions, and keys of prefixes
 tower     hidden states of pictures, by a model's vision tower
 reader    from encoded pictures to a prompt
+support   which models read pictures
 memory    the memory that all of this takes
 """

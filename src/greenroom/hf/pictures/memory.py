@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from greenroom.hf.pictures.decode import MOST_PIXELS, PIXEL_BYTES
-from greenroom.hf.pictures.reader import picture_obstacle
+from greenroom.hf.pictures.support import picture_obstacle
 
 BLOCK = 512  # tokens of a pass with prompts only, whose pictures are in memory besides a longer one
 WAITING_BYTES = 64 << 20  # of the pixels of all requests, from their arrival to their end

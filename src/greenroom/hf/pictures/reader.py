@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,17 +11,16 @@ import torch
 
 from greenroom.errors import CheckpointError, TooLong, UsageError
 from greenroom.hf.checkpoint.library_errors import wrap_library_errors
-from greenroom.hf.pictures.decode import EncodedPicture, decode, missing_decoder, read_base64
+from greenroom.hf.pictures.decode import EncodedPicture, decode, read_base64
+from greenroom.hf.pictures.memory import waiting_bytes
 from greenroom.hf.pictures.prompt import Picture, PromptPictures, expand, prefix_keys
+from greenroom.hf.pictures.support import MODELS, picture_obstacle
 from greenroom.hf.pictures.tower import VisionTower
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MODELS = ("qwen3_vl_moe",)  # model types whose pictures are read
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # one of them is enough
 MOST_PICTURES = 16  # of a prompt
-OFF = "--picture-tokens 0 switches pictures off"
 
 
 class PictureReader:
@@ -30,6 +28,7 @@ class PictureReader:
 
     obstacle: why the model takes no pictures; "" if it does
     tower:    encodes what was read; None where there is an obstacle
+    waiting_bytes: the most bytes of the pixels of all requests together
     """
 
     def __init__(self, model: Any, context: int, most_tokens: int) -> None:
@@ -40,6 +39,7 @@ class PictureReader:
         """
         self._model, self._context = model, context
         self.tower: VisionTower | None = None
+        self.waiting_bytes = 0
         self.obstacle = picture_obstacle(model, most_tokens)
         if not self.obstacle:
             self._open(most_tokens)
@@ -67,6 +67,7 @@ class PictureReader:
         self._limits = {
             "min_pixels": min(processor.size.shortest_edge, most), "max_pixels": most
         }  # fmt: skip
+        self.waiting_bytes = waiting_bytes(self._model, self._context)
         self._resize, self._resample = qwen.smart_resize, processor.resample
         self._settings = repr(sorted(processor.to_dict().items(), key=str))
         self.tower = VisionTower(self._model, processor)
@@ -154,25 +155,6 @@ class PictureReader:
             mm_token_type_ids=is_picture,
         )
         return positions[:, 0], int(shift)
-
-
-def picture_obstacle(model: Any, most_tokens: int) -> str:
-    """Return why a model takes no pictures; "" if it does.
-
-    The model may be on the meta device.
-    """
-    kind, folder = model.config.model_type, model.config.name_or_path
-    if kind not in MODELS:
-        return "this server takes text only"
-    if most_tokens == 0:
-        return OFF
-    if getattr(model.model, "visual", None) is None:
-        return "a GGUF file has no weights that read pictures"
-    if not any(os.path.isfile(os.path.join(folder, name)) for name in PROCESSORS):
-        return f"the model has no {PROCESSORS[0]}"
-    if model.device.type == "cuda":
-        return "pictures are not supported on a GPU yet"
-    return missing_decoder()
 
 
 @contextmanager
