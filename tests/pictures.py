@@ -45,7 +45,8 @@ def picture_checkpoint(dtype: str = "float32") -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     number = tokenizer.convert_tokens_to_ids
-    text = {**COMMON, **EIGHT, "head_dim": 8, "rope_parameters": ROPE, "vocab_size": WORDS}
+    rope = {**ROPE, "mrope_section": [2, 3, 3]}
+    text = {**COMMON, **EIGHT, "head_dim": 16, "rope_parameters": rope, "vocab_size": WORDS}
     text |= {"max_position_embeddings": 1024}
     vision = {**VISION, "depth": 2, "deepstack_visual_indexes": [0, 1]}
     vision |= {"patch_size": SIDE // 2, "num_position_embeddings": 16}

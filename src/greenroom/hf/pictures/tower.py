@@ -53,14 +53,17 @@ class VisionTower:
         device: torch.device = self._model.device
         return device
 
-    @torch.inference_mode()
-    def encode(self, picture: Picture) -> Rows:
-        """Compute the hidden states of a picture's tokens."""
-        inputs = self._processor(
+    def inputs(self, picture: Picture) -> Any:
+        """Return the tower's input for a picture, as the image processor makes it."""
+        return self._processor(
             images=[picture.pixels], do_resize=False, input_data_format="channels_last",
             return_tensors="pt",
         ).to(self.device)  # fmt: skip
-        out = self._model.get_image_features(**inputs, return_dict=True)
+
+    @torch.inference_mode()
+    def encode(self, picture: Picture) -> Rows:
+        """Compute the hidden states of a picture's tokens."""
+        out = self._model.get_image_features(**self.inputs(picture), return_dict=True)
         deep = tuple(torch.cat(each) for each in out.deepstack_features)
         return Rows(torch.cat(out.pooler_output), deep)
 
