@@ -154,7 +154,7 @@ class ServeConfig(SpeculationConfig):
     )
     picture_tokens: int = option(
         1024, "most tokens of a picture in a message, with models that read pictures; larger ones"
-        " are scaled down; 0: no pictures", "N", check=at_least(0), shown=True,
+        " are scaled down; 0: no pictures", "N", check=at_least(0),
     )  # fmt: skip
     allowed_origins: str | None = option(
         None, "origins of web pages that may call the server (CORS; default: none)", "URL,..."

@@ -15,7 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from greenroom.hf.pictures.tower import VisionTower
 
-WORDS = 8  # of a digest, one for each token; they are negative numbers of 32 bits
+DIGEST_TOKENS = 8  # of a digest, one for each token; they are negative numbers of 32 bits
 NEGATIVE = np.int32(-(1 << 31))
 
 
@@ -42,7 +42,9 @@ class Picture:
 
         A picture whose digest needs more tokens than it has gets random numbers.
         """
-        digest = self.digest if self.tokens >= WORDS else secrets.token_bytes(4 * WORDS)
+        digest = (
+            self.digest if self.tokens >= DIGEST_TOKENS else secrets.token_bytes(4 * DIGEST_TOKENS)
+        )
         return np.resize(np.frombuffer(digest, np.int32) | NEGATIVE, self.tokens)
 
 

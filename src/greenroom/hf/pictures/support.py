@@ -1,4 +1,4 @@
-"""Which models read pictures."""
+"""Models that read pictures, and the obstacles of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hidden states of pictures, by a model's vision tower, and arguments of a pass with them.
+"""Hidden states of pictures by a vision tower, and arguments of passes with them.
 
 A prompt may be computed in chunks, each in a pass with tokens of other requests. So a picture is
 encoded once, when a pass needs its first token, and each pass gets the rows of its own tokens.
@@ -75,7 +75,7 @@ class VisionTower:
 
 
 class Part(NamedTuple):
-    """What a pass needs to know of one sequence with pictures.
+    """Positions and hidden states of one sequence with pictures, for one pass.
 
     tower:     encodes its pictures
     positions: rotary positions of its new tokens, [3, tokens]
@@ -156,12 +156,12 @@ def _rows_of(
 
     A model may write the token, and a text that is no message may contain it.
     """
-    found: list[Rows] = []
+    every_row: list[Rows] = []
     at = 0
     for begin, each in (*rows, (len(ids), None)):
         if stray := list(ids[at:begin]).count(tower.token):
-            found.append(tower.embed(stray))
+            every_row.append(tower.embed(stray))
         if each is not None:
-            found.append(each)
+            every_row.append(each)
             at = begin + len(each.input)
-    return found
+    return every_row
