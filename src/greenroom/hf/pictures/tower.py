@@ -141,11 +141,11 @@ def pass_options(
     options: dict[str, Any] = {"position_ids": joined}
     if not any(part is not None and part.rows for part in parts):
         return options
-    found: list[Rows] = []
+    all_rows: list[Rows] = []
     for each, part in zip(ids, parts, strict=True):
-        found += _rows_of(tower, each, () if part is None else part.rows)
-    deep = zip(*(each.deep for each in found), strict=True)
-    image = EncoderOutput(tuple(each.input for each in found), list(deep))
+        all_rows += _rows_of(tower, each, () if part is None else part.rows)
+    deep = zip(*(each.deep for each in all_rows), strict=True)
+    image = EncoderOutput(tuple(each.input for each in all_rows), list(deep))
     return {**options, "mm_encoder_outputs": {"image": image}, BETWEEN_LAYERS: True}
 
 
@@ -156,12 +156,12 @@ def _rows_of(
 
     A model may write the token, and a text that is no message may contain it.
     """
-    every_row: list[Rows] = []
+    all_rows: list[Rows] = []
     at = 0
     for begin, each in (*rows, (len(ids), None)):
         if stray := list(ids[at:begin]).count(tower.token):
-            every_row.append(tower.embed(stray))
+            all_rows.append(tower.embed(stray))
         if each is not None:
-            every_row.append(each)
+            all_rows.append(each)
             at = begin + len(each.input)
-    return every_row
+    return all_rows
