@@ -82,7 +82,9 @@ def test_every_api_answers_as_transformers(seeing: Running, expected: str) -> No
     assert response.output_text == expected
     messages: Any = anthropic.Anthropic(base_url=seeing.url, api_key="none", max_retries=0).messages
     turn = {"role": "user", "content": [source(), QUESTION]}
-    answer = messages.create(model=NAME, max_tokens=NEW, messages=[turn], temperature=0)
+    answer = messages.create(
+        model=NAME, max_tokens=NEW, messages=[turn], extra_body={"temperature": 0}
+    )
     assert answer.content[0].text == expected
     counted = messages.count_tokens(model=NAME, messages=[turn])
     assert counted.input_tokens == done.usage.prompt_tokens

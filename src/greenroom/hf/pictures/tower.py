@@ -107,8 +107,8 @@ class PictureFeatures:
             last = first + picture.tokens
             if last <= begin or end <= first:
                 continue
-            found = self._rows.get(number)
-            rows[number] = prompt.tower.encode(picture) if found is None else found
+            cached = self._rows.get(number)
+            rows[number] = prompt.tower.encode(picture) if cached is None else cached
             start = max(begin, first)
             part = rows[number].part(start - first, min(end, last) - first)
             parts.append((start - begin, part))
