@@ -52,6 +52,7 @@ class FakeEngine:
 
     was_ready = False  # it has no model, whose statistics could be read
     config = ServeConfig()
+    pictures = None  # it takes text only
 
     def __init__(
         self,

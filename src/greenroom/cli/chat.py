@@ -85,7 +85,7 @@ def _local(
         quiet(progress)
         once = ServeConfig(
             max_batch=1, max_queue=1, speculate=args.speculate,
-            no_idle_prefetch=args.no_idle_prefetch,
+            no_idle_prefetch=args.no_idle_prefetch, picture_tokens=0,
         )  # fmt: skip
         engine = start(args.model, load, once, verbose=args.verbose)
         try:

@@ -152,6 +152,10 @@ class ServeConfig(SpeculationConfig):
     max_body: str | int = option(
         "4MiB", "largest body of an HTTP request", "SIZE", check=bytes_check("an amount, as 4MiB")
     )
+    picture_tokens: int = option(
+        1024, "most tokens of a picture in a message, with models that read pictures; larger ones"
+        " are scaled down; 0: no pictures", "N", check=at_least(0),
+    )  # fmt: skip
     allowed_origins: str | None = option(
         None, "origins of web pages that may call the server (CORS; default: none)", "URL,..."
     )

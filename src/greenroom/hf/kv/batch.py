@@ -14,8 +14,9 @@ When a `Batch` is made, `try_batching` tests batched passes without experts. If 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from greenroom.runtime.kernels.dense.attention import BATCHED_ATTENTION as SDPA
 
 ATTENTION = {"sdpa": SDPA, "eager": "greenroom_eager"}  # in place of the model's own
 LAYERS = {"full_attention", "sliding_attention"}  # kinds of attention that can be batched
+
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 Attend = Callable[..., tuple[Tensor, Any]]
 
@@ -142,32 +145,43 @@ class Batch:
         return not self.sequential_reason and (not self.exact or max(lengths) == 1)
 
     def __call__(
-        self, ids: Sequence[Sequence[int]], caches: list[Any], scored: Sequence[bool] | None = None
+        self,
+        ids: Sequence[Sequence[int]],
+        caches: list[Any],
+        scored: Sequence[bool] | None = None,
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> list[Tensor]:
         """Run one forward pass with the new tokens of several sequences.
 
         `ids` has the new token ids of each sequence. Their keys and values are appended to
         `caches`. Returns each sequence's logits after its last token, [vocabulary]; if the
         sequence's flag in `scored` is set, after each of its new tokens, [new tokens, vocabulary].
+        `options` are further arguments of the model's forward, and replace those of the pass.
         """
         if len(ids) == 1:
-            return self._run_one(ids[0], caches, scored is not None and scored[0])
+            return self._run_one(ids[0], caches, scored is not None and scored[0], options)
         lengths = [len(each) for each in ids]
         keep = [n if scored is not None and scored[i] else 1 for i, n in enumerate(lengths)]
         cache = BatchedCache(caches, lengths, exact=self.exact, joined=self.joined)
-        logits = self._run_batch(ids, cache, keep)
+        logits = self._run_batch(ids, cache, keep, options)
         if scored is None or not any(scored):
             return list(logits)
         parts = zip(logits.split(keep), scored, strict=True)
         return [part if each else part[-1] for part, each in parts]
 
-    def _run_one(self, ids: Sequence[int], caches: list[Any], scored: bool) -> list[Tensor]:
-        out = self._pass(ids, caches[0], logits_to_keep=len(ids) if scored else 1)
+    def _run_one(
+        self, ids: Sequence[int], caches: list[Any], scored: bool, options: Mapping[str, Any]
+    ) -> list[Tensor]:
+        out = self._pass(ids, caches[0], logits_to_keep=len(ids) if scored else 1, **options)
         caches[0] = out.past_key_values
         return [out.logits[0] if scored else out.logits[0, -1]]
 
     def _run_batch(
-        self, ids: Sequence[Sequence[int]], cache: BatchedCache, keep: Sequence[int]
+        self,
+        ids: Sequence[Sequence[int]],
+        cache: BatchedCache,
+        keep: Sequence[int],
+        options: Mapping[str, Any],
     ) -> Tensor:
         """Return a batched pass's logits after the last `keep` tokens of each sequence.
 
@@ -184,9 +198,9 @@ class Batch:
             out = self._pass(
                 [token for each in ids for token in each],
                 cache,
-                position_ids=torch.tensor([positions], device=model.device),
                 logits_to_keep=torch.tensor(rows, device=model.device),
                 batched_cache=cache,
+                **{"position_ids": torch.tensor([positions], device=model.device), **options},
             )
         logits: Tensor = out.logits[0]
         return logits if len(logits) == len(rows) else logits[rows]

@@ -24,6 +24,7 @@ from greenroom.hf.load.budget import budget_for
 from greenroom.hf.load.choices import complete_setup, requested_setup
 from greenroom.hf.load.describe import Description
 from greenroom.hf.load.resolve import resolve
+from greenroom.hf.pictures.memory import picture_bytes
 from greenroom.runtime.memory.system import gc_paused
 
 log = logging.getLogger(__name__)
@@ -100,12 +101,14 @@ def load_with(
     progress: Progress = lambda share, what: None,
     caller_bytes: int = 0,
     mtp: bool = False,
+    picture_tokens: int = 0,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Mixture-of-Experts model from a checked configuration.
 
     remember:     use the routing and memory figures of earlier runs, and save those of this run
     progress:     called with the share of loading time so far (0 to 1) and the name of a step
     caller_bytes: bytes of a CPU run's `--memory` that the calling program uses for itself
+    picture_tokens: of a picture, for which a CPU run sets memory aside; 0: the caller reads none
     mtp:          load the checkpoint's MTP layer too, which drafts tokens (`--speculate mtp`)
     """
     if warning := late_import_warning():
@@ -121,6 +124,7 @@ def load_with(
         description = Description.of(skeleton, config, on_a_gpu)
         setup = requested_setup(files, description, config, remember)
         tokenizer = tokenizer_of(files.checkpoint)
+        caller_bytes += picture_bytes(skeleton.model, description.context, picture_tokens)
         budget = budget_for(description, setup, config, caller_bytes)
         setup = complete_setup(description, budget, config)
         return attach(description, budget, setup, config, progress), tokenizer

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving import utils as serving
@@ -26,6 +26,9 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from greenroom.errors import UsageError
 from greenroom.hf.text.prompt_limit import PromptLimit, token_ids
 from greenroom.hf.text.templates import REASONING, Templates
+
+if TYPE_CHECKING:
+    from greenroom.hf.pictures.reader import PictureReader
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # the token of a byte, in tokenizers with byte fallback
 HALF = "\ufffd"  # in decoded text, for bytes that are no character
@@ -64,14 +67,15 @@ class Dialogue:
         tokenizer: PreTrainedTokenizerBase,
         model_type: str | None = None,
         context: int = MOST_TOKENS,
+        pictures: PictureReader | None = None,
     ) -> None:
         """Set up a model's tokenizer for conversations of at most `context` tokens.
 
         `model_type` is the entry of the model's config. It selects transformers' response template
         if the tokenizer has none. Prompts that are clearly too long for `context` are refused
-        before they are rendered or tokenised.
+        before they are rendered or tokenised. `pictures` reads the pictures of messages.
         """
-        self.tokenizer = tokenizer
+        self.tokenizer, self.pictures = tokenizer, pictures
         self.vocabulary = len(tokenizer)
         self._limit = PromptLimit(tokenizer, context)
         self.templates = Templates(self._limit.most_chars)

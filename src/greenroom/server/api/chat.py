@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from greenroom.hf.text.dialogue import Dialogue, ToolCall
 from greenroom.server.api.shared.chunks import ChunkBuilder
@@ -17,6 +17,7 @@ from greenroom.server.api.shared.conversation import (
     chat_job,
     thinking,
 )
+from greenroom.server.api.shared.pictures import Content, ContentValidator
 from greenroom.server.api.shared.usage import logprobs
 from greenroom.server.engine.tokens.reader import AnswerDelta, AnswerEnd
 from greenroom.server.http.answers import Job
@@ -28,7 +29,6 @@ from greenroom.server.http.params import (
     FunctionType,
     Name,
     StrictModel,
-    Text,
     Tokens,
     ToolChoice,
     Tools,
@@ -38,6 +38,8 @@ from greenroom.server.http.params import (
 from greenroom.server.http.route_helpers import new_id
 from greenroom.server.http.service import Service
 
+CONTENT = ContentValidator(("text",), "image_url", nested=True)
+ChatContent = Annotated[Content, PlainValidator(CONTENT), WithJsonSchema(CONTENT.schema())]
 EFFORTS = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -63,7 +65,7 @@ class Message(StrictModel):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | None = None
+    content: ChatContent | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[PastToolCall] | None = None
@@ -83,6 +85,8 @@ class Message(StrictModel):
             raise ValueError(
                 f"a message of the role {self.role} must not have tool_calls or reasoning_content"
             )
+        if isinstance(self.content, tuple) and self.role != "user":
+            raise ValueError(f"a message of the role {self.role} must not have pictures")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError(
                 "a message of the role tool needs a tool_call_id; other messages must not have one"

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field, model_validator
 
+from greenroom.hf.pictures.decode import EncodedPicture
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.api.shared.conversation import (
     JsonForm,
@@ -17,6 +18,7 @@ from greenroom.server.api.shared.conversation import (
     chat_job,
     thinking,
 )
+from greenroom.server.api.shared.pictures import FETCHES_NOTHING, PicturePart, join_texts
 from greenroom.server.engine.requests import Sampling
 from greenroom.server.engine.tokens.reader import AnswerDelta, AnswerEnd
 from greenroom.server.http.answers import AnswerStream, Job
@@ -58,6 +60,31 @@ class TextBlock(StrictModel):
     citations: None = None
 
 
+def _base64_source(value: Any) -> Any:
+    """Refuse sources of pictures that are not in the request itself."""
+    if not (isinstance(value, dict) and value.get("type") == "base64"):
+        raise ValueError(f"an image must have a source of the type base64: {FETCHES_NOTHING}")
+    return value
+
+
+class ImageSource(StrictModel):
+    """A picture in Anthropic's API, in the request itself."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
+    data: str
+
+
+class ImageBlock(StrictModel):
+    type: Literal["image"]
+    source: Annotated[ImageSource, BeforeValidator(_base64_source)]
+    cache_control: CacheControl | None = None
+
+    def part(self) -> PicturePart:
+        """Return the picture as a part of a message."""
+        return PicturePart(EncodedPicture(self.source.data, self.source.media_type), "image blocks")
+
+
 class ThinkingBlock(StrictModel):
     type: Literal["thinking"]
     thinking: str
@@ -83,6 +110,7 @@ class ToolResultBlock(StrictModel):
 
 Block = Annotated[
     Annotated[TextBlock, tag("text")]
+    | Annotated[ImageBlock, tag("image")]
     | Annotated[ThinkingBlock, tag("thinking")]
     | Annotated[ToolUseBlock, tag("tool_use")]
     | Annotated[ToolResultBlock, tag("tool_result")],
@@ -100,7 +128,7 @@ class Turn(StrictModel):
 
     @model_validator(mode="after")
     def _fits(self) -> Turn:
-        mine = {"assistant": {"thinking", "tool_use"}, "user": {"tool_result"}}
+        mine = {"assistant": {"thinking", "tool_use"}, "user": {"tool_result", "image"}}
         for block in self.content:
             if block.type != "text" and block.type not in mine[self.role]:
                 raise ValueError(f"{block.type} blocks are not allowed in the role {self.role}")
@@ -116,15 +144,19 @@ class Turn(StrictModel):
             for block in self.content
             if isinstance(block, ToolResultBlock)
         ]
-        texts = [block.text for block in self.content if isinstance(block, TextBlock)]
+        parts = [
+            block.text if isinstance(block, TextBlock) else block.part()
+            for block in self.content
+            if isinstance(block, TextBlock | ImageBlock)
+        ]
         thoughts = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
         calls = [
             call(block.name, block.input, block.id)
             for block in self.content
             if isinstance(block, ToolUseBlock)
         ]
-        if texts or thoughts or calls:
-            message: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
+        if parts or thoughts or calls:
+            message: dict[str, Any] = {"role": self.role, "content": join_texts(parts)}
             message |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
             message |= {"tool_calls": calls} if calls else {}
             messages.append(message)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.api.chat import EFFORTS
@@ -22,6 +22,7 @@ from greenroom.server.api.shared.conversation import (
     thinking,
 )
 from greenroom.server.api.shared.output import Output
+from greenroom.server.api.shared.pictures import Content, ContentValidator
 from greenroom.server.engine.tokens.reader import AnswerEnd
 from greenroom.server.http.answers import AnswerStream, Job
 from greenroom.server.http.endpoints import ResponseBuilder, route
@@ -55,6 +56,9 @@ InputText = Annotated[
     str, BeforeValidator(text_validator(_TEXT)), WithJsonSchema(text_schema(_TEXT))
 ]
 
+CONTENT = ContentValidator(_TEXT, "input_image", nested=False)
+InputContent = Annotated[Content, PlainValidator(CONTENT), WithJsonSchema(CONTENT.schema())]
+
 
 class ReasoningText(StrictModel):
     type: Literal["reasoning_text"]
@@ -69,8 +73,14 @@ class InputItem(StrictModel):
 class MessageItem(InputItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: InputText
+    content: InputContent
     phase: None = None
+
+    @model_validator(mode="after")
+    def _has_place(self) -> MessageItem:
+        if isinstance(self.content, tuple) and self.role != "user":
+            raise ValueError(f"a message of the role {self.role} must not have pictures")
+        return self
 
     def template_message(self, where: str) -> dict[str, Any]:
         role = "system" if self.role == "developer" else self.role

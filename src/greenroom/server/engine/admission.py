@@ -109,9 +109,9 @@ class Admission:
         reading = [each for each in running if each.computed < each.prompt]
         if not reading or not self._reuses(sequence) or not self._batch.has_dynamic_cache:
             return False
-        ids = as_ids(sequence.request.ids)
+        ids = sequence.prefix_keys()
         cached = max(self._usable(source, ids) for source in (*self._sources(running), _NOTHING))
-        coming = max(common_prefix(as_ids(each.request.ids), ids) for each in reading)
+        coming = max(common_prefix(each.prefix_keys(), ids) for each in reading)
         return self._cut(min(coming, ids.size - 1)) >= cached + WORTH
 
     def ready_sequences(self, running: Many[Sequence]) -> list[Sequence]:
@@ -153,7 +153,7 @@ class Admission:
         if not is_new and self._take_loaded(sequence):
             return
         sequence.cache = self._batch.cache()
-        ids = as_ids(sequence.ids)
+        ids = sequence.prefix_keys()
         sources = list(self._sources(running)) if self._reuses(sequence) else []
         best = max((*sources, _NOTHING), key=lambda source: self._usable(source, ids))
         tokens, is_cached = self._usable(best, ids), best in self.prefixes
@@ -230,7 +230,7 @@ class Admission:
         for each in running:
             if each.computed:
                 yield PrefixEntry(
-                    each.computed_ids(), each.cache, 0, each.exact, each.number, each.saved
+                    each.computed_keys(), each.cache, 0, each.exact, each.number, each.saved
                 )
         yield from self.prefixes
 
@@ -275,7 +275,7 @@ class Admission:
             sequence.load = None
         if keep and cache is not None and sequence.computed:
             entry = PrefixEntry(
-                sequence.computed_ids(), cache, kv.held_bytes(cache), sequence.exact,
+                sequence.computed_keys(), cache, kv.held_bytes(cache), sequence.exact,
                 sequence.number, sequence.saved,
             )  # fmt: skip
             self.prefixes.add(entry)

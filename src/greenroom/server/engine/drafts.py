@@ -115,4 +115,5 @@ class Drafts:
 
 def _is_single(sequence: Sequence, count: int) -> bool:
     """Check that a pass computes the last token of a request, and nothing else of it."""
-    return count == 1 == sequence.pending and sequence.computed > 0 and sequence.scores is None
+    plain = sequence.scores is None and sequence.pictures is None
+    return plain and count == 1 == sequence.pending and sequence.computed > 0

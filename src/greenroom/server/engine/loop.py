@@ -25,6 +25,7 @@ import torch
 from greenroom.config import OFF, ServeConfig
 from greenroom.errors import ClosedError, GreenroomError, UnsupportedModel
 from greenroom.hf.kv.batch import Batch
+from greenroom.hf.pictures.reader import PictureReader
 from greenroom.runtime.kernels.dense.stored import weight_matrix
 from greenroom.server.engine.admission import Admission
 from greenroom.server.engine.batches import compose, split
@@ -80,6 +81,7 @@ class ContinuousEngine:
         self.end_ids: tuple[int, ...] = ()  # end an answer, unless the request has others
         self.summary = ""  # one line about the use of memory
         self.drafts: Drafts | None = None  # where speculation is on
+        self.pictures: PictureReader | None = None
         self.totals = Totals()
         self._load = load
         self._changed = threading.Condition()
@@ -129,7 +131,6 @@ class ContinuousEngine:
         vocabulary = self._vocabulary
         request.check(vocabulary, self.context)
         grammar = None if request.grammar is None else self._grammars(request.grammar)
-        ends = self.end_ids if request.end_ids is None else request.end_ids
         scores = None if request.prompt_logprobs is None else PromptScores(
             request.ids, request.prompt_logprobs, vocabulary, self.model.dtype.itemsize
         )  # fmt: skip
@@ -138,7 +139,7 @@ class ContinuousEngine:
             request=request,
             listener=listener,
             sampler=Sampler(request, self.model.generation_config, vocabulary, grammar),
-            end_ids=frozenset(ends),
+            end_ids=frozenset(self.end_ids if request.end_ids is None else request.end_ids),
             max_kv_bytes=self.greenroom.setup.keys_values.total_bytes(request.length),
             on_cancel=self._cancel,
             scores=scores,
@@ -146,8 +147,7 @@ class ContinuousEngine:
 
     def _retry_s(self) -> float:
         """Estimate the seconds until a request's place is free, from the average answer time."""
-        ahead = len(self._waiting) + 1
-        return max(1.0, self.totals.usual_s * ahead / self.config.max_batch)
+        return max(1.0, self.totals.usual_s * (len(self._waiting) + 1) / self.config.max_batch)
 
     def _cancel(self, sequence: Sequence) -> None:
         with self._changed:
@@ -237,13 +237,13 @@ class ContinuousEngine:
         if self.batch.sequential_reason:
             log.warning("requests are computed one after another: %s", self.batch.sequential_reason)
         self.drafts = Drafts(self.model) if config.speculate != OFF else None
-        chunk = config.prefill_chunk
+        chunk, limit = config.prefill_chunk, kv_limit(greenroom, config)
         self.passes = PassRunner(greenroom, self.batch, chunk, self.journal, self.drafts)
-        limit = kv_limit(greenroom, config)
+        self.pictures = PictureReader(self.model, self.context, config.picture_tokens)
         prompts = open_prompt_store(self.model, config, self._wake)
         self.admission = Admission(greenroom, self.batch, config, limit, self.journal, prompts)
         limits = self.admission.describe_limits(self.passes.speculation)
-        self.summary = "\n".join(filter(None, (summary, limits)))
+        self.summary = "\n".join(filter(None, (summary, limits, self.pictures.description)))
         self.tokenizer = tokenizer
         with self._changed:
             self.was_ready = True

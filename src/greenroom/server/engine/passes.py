@@ -18,6 +18,7 @@ from torch import Tensor
 from greenroom.errors import ClosedError, GreenroomError, Interrupted
 from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv.batch import Batch
+from greenroom.hf.pictures.tower import pass_options
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.server.engine.batches import Share, to_grid
 from greenroom.server.engine.drafts import Drafts
@@ -145,7 +146,7 @@ class PassRunner:
                 if drafts is not None and drafts.choose(shares):
                     logits = drafts.verify(caches)
                 else:
-                    logits = self._batch(ids, caches, scored)
+                    logits = self._batch(ids, caches, scored, _picture_options(shares, ids))
         except BaseException as error:
             self._remove_incomplete([each for each, _ in shares])
             for each, _ in shares:
@@ -204,6 +205,17 @@ class PassRunner:
         if count <= sequence.pending and sequence.computed:
             return share
         return sequence, to_grid(sequence, self._chunk)
+
+
+def _picture_options(shares: Many[Share], ids: Many[list[int]]) -> dict[str, Any]:
+    """Return the arguments of a forward pass for pictures; none if no request has any."""
+    if all(each.pictures is None for each, _ in shares):
+        return {}
+    parts = [
+        None if each.pictures is None else each.pictures.part(each.computed, count)
+        for each, count in shares
+    ]
+    return pass_options(ids, [each.computed for each, _ in shares], parts)
 
 
 def _score(share: Share, logits: Tensor) -> Tensor | GreenroomError:

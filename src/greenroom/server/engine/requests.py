@@ -13,8 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from greenroom.errors import GreenroomError, ModelError, TooLong, UsageError
+
+if TYPE_CHECKING:
+    from greenroom.hf.pictures.prompt import PromptPictures
 
 
 class Busy(GreenroomError):
@@ -65,6 +69,7 @@ class Request:
     top_logprobs: int | None = None  # None: no logprobs; k: the token's own and the k likeliest
     prompt_logprobs: int | None = None  # k: of the prompt's tokens too, which are all computed anew
     grammar: str | None = None  # an llguidance grammar that the answer must follow
+    pictures: PromptPictures | None = None
     timeout_s: float | None = None  # of the whole answer, the wait in the queue included
     name: str = ""  # of the request, in log lines
 

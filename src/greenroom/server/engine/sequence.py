@@ -13,6 +13,7 @@ from greenroom.core.speculation.drafts import Drafter
 from greenroom.core.speculation.model_drafts import ModelDrafter
 from greenroom.errors import GreenroomError
 from greenroom.hf.kv import cache as kv
+from greenroom.hf.pictures.tower import PictureFeatures
 from greenroom.server.engine.prefixes import Ids, as_ids
 from greenroom.server.engine.prompts.segment import Segment
 from greenroom.server.engine.prompts.store import PromptLoad
@@ -60,9 +61,12 @@ class Sequence:
     hits: int = 0
     drafter: Drafter | ModelDrafter | None = None  # of its tokens, where speculation is on
     draft: list[int] = field(default_factory=list)  # that the current pass verifies
+    pictures: PictureFeatures | None = None
 
     def __post_init__(self) -> None:
         self.ids = list(self.request.ids)
+        if self.request.pictures is not None:
+            self.pictures = PictureFeatures(self.request.pictures)
 
     @property
     def prompt(self) -> int:
@@ -86,9 +90,19 @@ class Sequence:
         limit = self.request.timeout_s
         return float("inf") if limit is None else self.arrived + limit
 
-    def computed_ids(self) -> Ids:
-        """Return the ids of the tokens of a request whose keys and values are computed."""
-        return as_ids(self.ids[: self.computed])
+    def prefix_keys(self) -> Ids:
+        """Return the ids of a request's tokens, with other numbers for the tokens of pictures.
+
+        Requests with the same tokens and other pictures have no common prefix of these.
+        """
+        keys = as_ids(self.ids)
+        if self.pictures is not None:
+            keys[: self.prompt] = self.pictures.prompt.keys
+        return keys
+
+    def computed_keys(self) -> Ids:
+        """Return `prefix_keys` of the tokens whose keys and values are computed."""
+        return self.prefix_keys()[: self.computed]
 
     def cancel(self) -> None:
         """Cancel the request; the engine ends its answer within one token.

@@ -51,6 +51,7 @@ def start(
             progress=progress,
             caller_bytes=overhead_bytes(load.context, serve),
             mtp=serve.speculate == MTP,
+            picture_tokens=serve.picture_tokens,
         )
         return LoadedModel(model, tokenizer, startup_line(source, model, load, verbose))
 

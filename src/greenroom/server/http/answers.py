@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from greenroom.errors import GreenroomError
+from greenroom.hf.pictures.prompt import PromptPictures
 from greenroom.hf.text.dialogue import Dialogue, ReplyParser
 from greenroom.server.engine.requests import (
     Event,
@@ -38,8 +39,9 @@ LEAVE_S = 5.0  # longest wait for cancelled answers to end
 class Job:
     """A client's request as input of the engine: prompts, settings, `n` answers to each prompt.
 
-    Prompts are token ids. Answers to a `plain` job are text, without reasoning and tool calls. With
-    `one_call`, an answer ends after its first tool call.
+    Prompts are token ids; `pictures` are those of the only prompt. Answers to a `plain` job are
+    text, without reasoning and tool calls. With `one_call`, an answer ends after its first tool
+    call.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -51,6 +53,7 @@ class Job:
     prompt_logprobs: int | None = None
     grammar: str | None = None
     tools: list[dict[str, Any]] | None = None
+    pictures: PromptPictures | None = None
     plain: bool = False
     one_call: bool = False
 
@@ -100,6 +103,8 @@ class AnswerStream:
         self.request_id = record.id
         self.prompt_tokens = record.prompt_tokens = sum(map(len, job.prompts))
         self._service, self._record, self._loop = service, record, loop
+        if (pictures := job.pictures) is not None and dialogue.pictures is not None:
+            service.pixels.take(record, pictures.nbytes, dialogue.pictures.waiting_bytes)
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._early: list[tuple[int, Event]] = []  # of choices whose prompt has no scores yet
         self._scored = [job.prompt_logprobs is None] * len(job.prompts)
@@ -140,6 +145,7 @@ class AnswerStream:
             top_logprobs=job.top_logprobs,
             prompt_logprobs=job.prompt_logprobs if index % job.n == 0 else None,
             grammar=job.grammar,
+            pictures=job.pictures,
             timeout_s=self._service.left_s(self._record),
             name=self._record.id,
         )

@@ -98,16 +98,17 @@ def text_validator(types: tuple[str, ...]) -> Any:
     def joined(value: Any) -> Any:
         if not isinstance(value, list):
             return value
-        return "\n".join(_part(part, types) for part in value)
+        return "\n".join(text_of(part, types) for part in value)
 
     return joined
 
 
-def _part(part: Any, types: tuple[str, ...]) -> str:
+def text_of(part: Any, types: tuple[str, ...]) -> str:
+    """Return the text of a text part; ValueError for other parts."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in types:
         what = f"{kind[:40]} parts" if isinstance(kind, str) else "parts without a type"
-        raise ValueError(f"{what} are not supported: this server takes text only")
+        raise ValueError(f"{what} are not supported here, only text")
     if not isinstance(part.get("text"), str):
         raise ValueError(f"a {kind} part must have a string as its text")
     harmless = {"type", "text", "cache_control", "annotations", "citations", "logprobs"}

@@ -18,6 +18,7 @@ from greenroom.server.engine.start import BODIES
 from greenroom.server.http.bodies import BodyBudget
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.metrics import Metrics
+from greenroom.server.http.pixels import PixelBudget
 from greenroom.server.http.request_log import RequestLog, RequestRecord
 
 WORKERS = 2  # threads that render templates and tokenise, for small requests
@@ -47,6 +48,7 @@ class Service:
         assert nbytes is not None  # ServeConfig has checked it
         self.max_body = nbytes
         self.bodies = BodyBudget(BODIES * nbytes)
+        self.pixels = PixelBudget()
         self.most_answers = config.max_batch + config.max_queue
         self._workers = ThreadPoolExecutor(WORKERS, "greenroom-prompts")
         self._large = ThreadPoolExecutor(1, "greenroom-large-prompts")
@@ -125,8 +127,9 @@ class Service:
             raise ApiError(503, f"the server {why}", retry_after_s=30)
         with self._lock:
             if self._dialogue is None:
+                engine = self.engine
                 self._dialogue = Dialogue(
-                    self.engine.tokenizer, self.engine.model_type, self.engine.context
+                    engine.tokenizer, engine.model_type, engine.context, engine.pictures
                 )
             return self._dialogue
 

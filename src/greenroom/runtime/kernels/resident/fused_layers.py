@@ -32,6 +32,9 @@ from greenroom.runtime.slots.resident_tables import SlotTables
 if TYPE_CHECKING:
     from greenroom.runtime.forward import FusedExperts
 
+# An argument of a layer, in passes that change hidden states between two layers.
+BETWEEN_LAYERS = "changes_between_layers"
+
 Forward = Callable[..., Any]
 RemoveToken = Callable[[Any, int], None]
 
@@ -112,7 +115,7 @@ class FusedLayers:
 
         @outside_graphs
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not args:
+            if not args and BETWEEN_LAYERS not in kwargs:
                 out = self(number, hidden_states, kwargs)
                 if out is not None:
                     return out

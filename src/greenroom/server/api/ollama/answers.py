@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response
 
+from greenroom.hf.pictures.decode import EncodedPicture
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.api.chat import Tool
 from greenroom.server.api.ollama.params import (
     NoContext,
-    NoImages,
     NoSuffix,
     NoTemplate,
     OllamaRequest,
@@ -24,6 +24,7 @@ from greenroom.server.api.ollama.responses import (
     now,
 )
 from greenroom.server.api.shared.conversation import call, chat_job, form_grammar
+from greenroom.server.api.shared.pictures import Content, PicturePart, join_texts
 from greenroom.server.http.answers import Job
 from greenroom.server.http.endpoints import respond
 from greenroom.server.http.params import CallId, Name, StrictModel, Tools
@@ -54,10 +55,12 @@ class OllamaMessage(StrictModel):
     tool_calls: list[OllamaCall] | None = None
     tool_name: Name | None = None
     tool_call_id: CallId | None = None
-    images: NoImages | None = None
+    images: list[str] | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> OllamaMessage:
+        if self.role != "user" and self.images:
+            raise ValueError(f"a message of the role {self.role} must not have images")
         if self.role != "assistant" and (self.tool_calls or self.thinking):
             raise ValueError(
                 f"a message of the role {self.role} must not have tool_calls or thinking"
@@ -79,7 +82,10 @@ def template_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     unanswered: list[tuple[str, str]] = []  # the tool and the id of each call
     number = 0
     for one in messages:
-        message: dict[str, Any] = {"role": one.role, "content": one.content or ""}
+        message: dict[str, Any] = {
+            "role": one.role,
+            "content": _with_images(one.content, one.images),
+        }
         if one.thinking:
             message["reasoning_content"] = one.thinking
         if one.tool_calls:
@@ -93,6 +99,12 @@ def template_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
             _join_result(message, one, unanswered)
         converted.append(message)
     return converted
+
+
+def _with_images(text: str | None, images: list[str] | None) -> Content:
+    """Return a message's content: its pictures, and then its text."""
+    parts = [PicturePart(EncodedPicture(each), "images") for each in images or ()]
+    return join_texts([*parts, text or ""])
 
 
 def _join_result(
@@ -143,7 +155,7 @@ class OllamaGenerateRequest(OllamaRequest):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
-    images: NoImages | None = None
+    images: list[str] | None = None
     # Supported only with their neutral values:
     suffix: NoSuffix | None = None
     template: NoTemplate | None = None
@@ -151,13 +163,13 @@ class OllamaGenerateRequest(OllamaRequest):
 
     @model_validator(mode="after")
     def _fits(self) -> OllamaGenerateRequest:
-        if self.raw and (self.system or self.think):
-            raise ValueError("raw takes the prompt as it is: leave out system and think")
+        if self.raw and (self.system or self.think or self.images):
+            raise ValueError("raw takes the prompt as it is: leave out system, think and images")
         return self
 
     @property
     def loads(self) -> bool:
-        return not self.prompt
+        return not self.prompt and not self.images
 
     def job(self, dialogue: Dialogue) -> Job:
         """Convert a request of Ollama's generate to a Job: prompt and settings for the engine.
@@ -173,7 +185,7 @@ class OllamaGenerateRequest(OllamaRequest):
         messages = [{"role": "system", "content": self.system}] if self.system else []
         job = chat_job(
             dialogue,
-            [*messages, {"role": "user", "content": prompt}],
+            [*messages, {"role": "user", "content": _with_images(prompt, self.images)}],
             tools=None,
             choice=None,
             form=self.form(),

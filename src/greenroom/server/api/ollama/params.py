@@ -71,11 +71,6 @@ Format = Annotated[
     PlainValidator(_format, json_schema_input_type=Literal["", "json"] | dict[str, Any]),
 ]
 Think = Annotated[bool | str, PlainValidator(_think, json_schema_input_type=bool | EFFORTS)]
-NoImages = Annotated[
-    list[str],
-    _empty("images are not supported: this server takes text only"),
-    Field(max_length=0),
-]
 NoContext = Annotated[
     list[int],
     _empty("context is not supported: send the conversation to /api/chat"),

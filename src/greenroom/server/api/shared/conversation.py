@@ -10,6 +10,7 @@ from greenroom.hf.text.dialogue import Dialogue
 from greenroom.json_file import Malformed, parse
 from greenroom.server.api.shared.calls import tool_call_grammar
 from greenroom.server.api.shared.formats import json_grammar
+from greenroom.server.api.shared.pictures import prompt_of
 from greenroom.server.http.answers import Job
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.params import Function, ToolChoice
@@ -125,8 +126,8 @@ def chat_job(
                            param=form.param)  # fmt: skip
     if (form is not None or choice.forced) and dialogue.template_uses("enable_thinking"):
         options = options or {"enable_thinking": False}  # the grammar leaves no room for reasoning
-    ids = tuple(dialogue.chat(messages, usable, resume, **options))
+    ids, pictures = prompt_of(dialogue, messages, usable, resume, options)
     if usable:
         strict = {tool.name for tool in tools or () if tool.strict}
         grammar = tool_call_grammar(dialogue, ids, usable, choice, strict)
-    return Job((ids,), grammar=grammar, tools=usable or None, **job)
+    return Job((ids,), grammar=grammar, tools=usable or None, pictures=pictures, **job)
