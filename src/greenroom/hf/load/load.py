@@ -42,7 +42,7 @@ def load(
     context: int = 4096, kv: str = "dynamic", disk_tables: str | int = "64MiB",
     pressure: str = "auto", readers: int = 4, direct: str = "auto",
     read_limit: str | int | None = None, repack: str | None = None, dtype: str = "auto",
-    config: str | None = None, threads: int | None = None,
+    config: str | None = None, adapter: str | None = None, threads: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
@@ -61,6 +61,7 @@ def load(
     dtype: dtype to compute in: auto (that of the checkpoint), bfloat16, float16, float32
     kernels: code for experts: auto, eager (as transformers), native, precise, rounded, triton
     config: of a GGUF file, the folder, file or hub id with the original config and tokenizer
+    adapter: folder with changed experts (ESFT), which replace the model's own
     threads: number of threads that compute on the CPU
     readers: number of threads that read experts from disk
     direct: bypass the page cache when experts are read: auto, on, off
@@ -100,6 +101,7 @@ def load_with(
     progress: Progress = lambda share, what: None,
     caller_bytes: int = 0,
     mtp: bool = False,
+    variants: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Mixture-of-Experts model from a checked configuration.
 
@@ -107,6 +109,7 @@ def load_with(
     progress:     called with the share of loading time so far (0 to 1) and the name of a step
     caller_bytes: bytes of a CPU run's `--memory` that the calling program uses for itself
     mtp:          load the checkpoint's MTP layer too, which drafts tokens (`--speculate mtp`)
+    variants:     let each token choose between the model itself and each of `--adapter`
     """
     if warning := late_import_warning():
         log.warning("%s", warning)
@@ -117,7 +120,7 @@ def load_with(
 
             source = repacked(source, config.repack, config.config, progress)
             config = replace(config, config=None)
-        files, skeleton, on_a_gpu = resolve(source, config, mtp)
+        files, skeleton, on_a_gpu = resolve(source, config, mtp, variants)
         description = Description.of(skeleton, config, on_a_gpu)
         setup = requested_setup(files, description, config, remember)
         tokenizer = tokenizer_of(files.checkpoint)
