@@ -1,7 +1,7 @@
 """Adapters of tiny models, and the complete checkpoints that they stand for.
 
-    adapter = make_adapter(folder, tmp_path / "math", {0: [1, 3], 2: [0]})
-    merged = merge(folder, adapter, tmp_path / "merged")     # the same model without an adapter
+adapter = make_adapter(folder, tmp_path / "math", {0: [1, 3], 2: [0]})
+merged = merge(folder, adapter, tmp_path / "merged")     # the same model without an adapter
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ NAME = re.compile(r"\.layers\.(\d+)\..*\.experts\.(\d+)\.")
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     """All tensors in a folder's safetensors files."""
-    return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
+    return {
+        k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()
+    }
 
 
 def changed_experts(folder: Path, experts: Experts, seed: int = 1) -> dict[str, Tensor]:
