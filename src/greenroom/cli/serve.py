@@ -32,6 +32,7 @@ def add_to(parser: Parser) -> None:
     add_options(parser, ServeConfig, "server")
     add_verbose(parser)
     add_options(parser, LoadConfig)
+    parser.show("adapter")
 
 
 def main(args: argparse.Namespace) -> None:

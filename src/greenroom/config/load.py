@@ -134,7 +134,7 @@ class LoadConfig(SchedulerConfig):
         None, "folder with changed experts of the model (an adapter, as ESFT trains it), which"
         " replace the model's own; `greenroom serve` takes several, and answers each request by the"
         " model or the adapter that it names", "[NAME=]DIR", group=MACHINE,
-        check=lambda value, name: parse_adapters(value), shown=True,
+        check=lambda value, name: parse_adapters(value),
     )  # fmt: skip
     threads: int | None = option(
         None,

@@ -140,7 +140,8 @@ def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         f"{f'{on_disk} experts' if on_disk else 'a copy of them'} on disk"
         f" ({show_bytes(catalog.all_experts_bytes)} in all, {reads} reads by"
         f" {threads}{slow}{packed})"
-        f"{_adapters(greenroom, config)}{approximation}{kernels}{_config_origin(greenroom)}{origin}{shared} · same again: {flags}"
+        f"{_adapters(greenroom, config)}{approximation}{kernels}{_config_origin(greenroom)}"
+        f"{origin}{shared} · same again: {flags}"
     )
 
 
