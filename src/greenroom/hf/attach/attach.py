@@ -19,7 +19,7 @@ from greenroom.hf.attach.drivers import make_driver
 from greenroom.hf.attach.materialize import check as check_materialize
 from greenroom.hf.attach.materialize import materialize
 from greenroom.hf.attach.pass_hooks import Observer, PassHooks
-from greenroom.hf.attach.predictors import prefetch_predictors
+from greenroom.hf.attach.predictors import prefetch_predictors, running_predictor
 from greenroom.hf.attach.task_pins import TaskPins
 from greenroom.hf.history import split_counts
 from greenroom.hf.history.split_counts import HeadTimer, SplitCounts
@@ -30,7 +30,6 @@ from greenroom.hf.memory.pressure import FixedSlots, LimitedSlots, PressureWatch
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.memory.slots import open_store, slots_for, with_panels
-from greenroom.hf.variants.predictor import VariantPredictor
 from greenroom.hf.variants.routing import VariantRouting
 from greenroom.plan.history import files, recent
 from greenroom.plan.history.recent import RecentRouting
@@ -79,11 +78,7 @@ class Greenroom:
             predictors = prefetch_predictors(
                 model, setup.router_catalog, setup.prefetch, setup.predictor, setup.fingerprint
             )
-        name, self.predictor = "", None
-        if predictors:
-            name, self.predictor = next(iter(predictors.predictors.items()))
-            if setup.variants is not None:
-                self.predictor = VariantPredictor(self.predictor, setup.variants)
+        name, self.predictor = running_predictor(predictors, setup.variants)
         self._gate_inputs = predictors.capture_inputs() if predictors else None
         key = setup.fingerprint if setup.remember else ""
         history = files.load_routing(key) if key else None

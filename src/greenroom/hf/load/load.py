@@ -40,15 +40,14 @@ def load(
     expert_order: str = "resident", prefetch: str = "auto", predictor: str | None = None,
     no_guard: bool = False, prefetch_rule: str = "value", predict_in: str = "auto", tau: int = 5000,
     context: int = 4096, kv: str = "dynamic", disk_tables: str | int = "64MiB",
-    pressure: str = "auto", readers: int = 4, direct: str = "auto",
-    read_limit: str | int | None = None, repack: str | None = None, dtype: str = "auto",
-    config: str | None = None, adapter: str | None = None, threads: int | None = None,
+    pressure: str = "auto", readers: int = 4, direct: str = "auto", repack: str | None = None,
+    read_limit: str | int | None = None, dtype: str = "auto", config: str | None = None,
+    adapter: str | tuple[str, ...] | None = None, threads: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
     Returns (model, tokenizer), both of transformers. To train, save, copy or move the model, first
     read all its experts into memory by `model.greenroom.materialize()`. Raises GreenroomError.
-
     `model` is a folder, a GGUF file, a hub id (or owner/name:Q4_K_M), or `demo`. Options:
     memory: limit for the process (with a GPU, for GPU memory): "8GiB", "60%", "auto" (default)
     host_memory: with a GPU, the limit for the process in host memory, in the form of `memory`

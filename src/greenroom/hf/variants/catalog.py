@@ -1,4 +1,4 @@
-"""One catalog of the experts of a model and of its adapters, in which equal experts are one.
+"""Catalog of the experts of a model and of its adapters; equal experts are stored once.
 
 ExpertWeave (arXiv 2508.17624) keeps the changed experts of several adapters beside the model's own,
 and redirects each token to those of its adapter. Here a changed expert is one more expert of its
@@ -26,7 +26,7 @@ Ids: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class ExpertVariants:
-    """Which stored expert each variant of a model has as which expert.
+    """Tables from the experts of each variant of a model to stored experts.
 
     Variant 0 is the model itself; the others are its adapters, in order.
 
@@ -87,12 +87,12 @@ def join_catalogs(catalogs: Sequence[Catalog]) -> tuple[Catalog, ExpertVariants]
         numbers: list[int] = []
         table = np.empty((len(catalogs), count + 1), np.int64)
         for e in range(count):
-            own = base.locate(layer, e)
+            extents_of_model = base.locate(layer, e)
             table[:, e] = len(experts)
-            experts.append(own)
+            experts.append(extents_of_model)
             numbers.append(e)
             for variant, other in enumerate(others, 1):
-                if (changed := other.locate(layer, e)) != own:
+                if (changed := other.locate(layer, e)) != extents_of_model:
                     table[variant, e] = len(experts)
                     experts.append(changed)
                     numbers.append(e)

@@ -1,4 +1,4 @@
-"""Index the experts of a model, of a model with an adapter, or of a model and its variants."""
+"""Index the experts of a model, alone, with an adapter, or with variants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the experts that routers chose to the stored experts of each token's variant."""
+"""Redirection of routers' choices to the stored experts of each token's variant."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class VariantRouting:
         self.variants, self.rows = variants, MODEL
 
     def use(self, rows: Sequence[int]) -> None:
-        """Set the variant of each token of the next forward passes, in the order of the tokens.
+        """Set the variant of each token of the next forward passes.
 
-        Without tokens, the next passes are those of the model itself.
+        `rows` is in the order of the tokens. Without tokens, the next passes are those of the model itself.
         """
         array = np.array(rows or MODEL, np.int64)
         self.rows = array[:1] if (array == array[0]).all() else array

@@ -116,7 +116,7 @@ class Segment:
 
 
 def root_of(variant: int) -> str:
-    """Return the parent of first segments whose keys and values a variant of the model computed.
+    """Return the parent of the first segments of a variant of the model.
 
     Variants share a model key, and no segments.
     """
