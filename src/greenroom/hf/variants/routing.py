@@ -26,7 +26,8 @@ class VariantRouting:
     def use(self, rows: Sequence[int]) -> None:
         """Set the variant of each token of the next forward passes.
 
-        `rows` is in the order of the tokens. Without tokens, the next passes are those of the model itself.
+        `rows` is in the order of the tokens. Without tokens, the next passes are those of the model
+        itself.
         """
         array = np.array(rows or MODEL, np.int64)
         self.rows = array[:1] if (array == array[0]).all() else array
