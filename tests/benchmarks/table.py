@@ -85,6 +85,8 @@ ROWS = (
     Row("worker.py", "accelerate {model} --memory 1000000 --prompt 8 --tokens 1",
         ("prefill_s", "token_s", "load_s"), kind="json"),
     # Runs of a model.
+    Row("adapters.py", "demo --adapters 1 --out {out}", ("experts", "together", "of one model"),
+        writes=("adapter-1/adapter.safetensors", "adapter-1/expert_cfg.json")),
     Row("floor.py", "{model} --table", ("floor", "measured")),
     Row("decode.py", "{root} --repeats 1 --tokens 4 --peer-tokens 2 --variants zipf1.0 --threads 1"
         " --engines greenroom llama.cpp"

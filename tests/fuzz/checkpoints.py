@@ -112,7 +112,7 @@ def _built() -> Any:
 
 
 def read_generation(data: bytes, folder: Path) -> None:
-    from greenroom.hf.model.skeleton import load_generation_config
+    from greenroom.hf.model.construction import load_generation_config
 
     made = _folder(model(), folder, "generation_config.json", data)
     load_generation_config(_built(), made)

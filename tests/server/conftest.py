@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -138,13 +138,14 @@ def launch(
     head_s: float | None = None,
     slow_s: float | None = None,
     linger_s: float | None = None,
+    adapters: Sequence[str] = (),
     **options: Any,
 ) -> Running:
     """Start a server in a thread; `options` are those of ServeConfig."""
     config = ServeConfig(**{"port": 0, "grace": 1.0, **options})
     lines: list[str] = []
     log = RequestLog(config.log_format, lines.append)
-    service = Service(engine, config, NAME, key, log)
+    service = Service(engine, config, NAME, key, log, adapters)
     sock = open_socket(config.host, config.port)
     http_server = make_server(service)
     limits = {"head_s": head_s, "slow_s": slow_s, "linger_s": linger_s}

@@ -19,6 +19,7 @@ from greenroom.hf.memory.budget import MemoryNeeds, Workspace
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.model.skeleton import ModelSkeleton
+from greenroom.hf.variants.index import Adapters
 from greenroom.runtime.fakes import FakeStore
 from greenroom.runtime.store.disk import DiskStore
 from greenroom.server.engine.journal import Journal
@@ -98,19 +99,23 @@ class Served:
         kv: str = "dynamic",
         setup_options: dict[str, Any] | None = None,
         store: dict[str, Any] | None = None,
+        adapters: Many[Path] = (),
         **serve: Any,
     ) -> None:
         self.store: Any = None
 
         def load(progress: Callable[[float, str], None]) -> LoadedModel:
             progress(0.0, "loading")
-            skeleton = ModelSkeleton.of(folder, mtp=serve.get("speculate") == "mtp")
+            variants = Adapters(tuple(map(str, adapters)), as_variants=True)
+            mtp = serve.get("speculate") == "mtp"
+            skeleton = ModelSkeleton.of(folder, mtp=mtp, adapters=variants)
             sizes = kv_bytes(skeleton.model, kv, block=512, room=context)
             setup = ModelSetup(
                 skeleton.catalog,
                 capacity=capacity,
                 context=context,
                 keys_values=sizes,
+                variants=skeleton.variants,
                 **(setup_options or {}),
             )
             self.store = FakeStore(DiskStore(skeleton.catalog), **(store or {}))

@@ -73,7 +73,7 @@ def add_to(parser: Parser) -> None:
     add_options(parser, SpeculationConfig)
     add_verbose(parser)
     add_options(parser, LoadConfig)
-    parser.show("json")
+    parser.show("json", "adapter")
 
 
 def main(args: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from greenroom.cli.options.fields import add_model, add_options, add_verbose, ta
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.progress import Progress, collect_garbage, quiet
 from greenroom.config import LoadConfig, ServeConfig
+from greenroom.config.values import parse_adapters
 from greenroom.errors import GreenroomError, UsageError
 from greenroom.hf.checkpoint.names import check_name
 
@@ -31,6 +32,7 @@ def add_to(parser: Parser) -> None:
     add_options(parser, ServeConfig, "server")
     add_verbose(parser)
     add_options(parser, LoadConfig)
+    parser.show("adapter")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -65,6 +67,12 @@ def _serve(
     from greenroom.server.http.service import Service
     from greenroom.server.web.listen import open_socket, serve, url_of
 
+    name = config.model_name or name_of(args.model)
+    adapters = [each.name for each in parse_adapters(load.adapter)]
+    if name in adapters:
+        raise UsageError(
+            f"--adapter {name}: the model has this name: write NAME=DIR, or give --model-name"
+        )
     quiet()
     sock = open_socket(config.host, config.port)
     url = url_of(sock)
@@ -76,8 +84,8 @@ def _serve(
     log.log_message(f"greenroom: {url} answers once {args.model} is loaded")
     try:
         with sock:
-            engine = start(args.model, load, config, verbose=args.verbose)
-            service = Service(engine, config, config.model_name or name_of(args.model), key, log)
+            engine = start(args.model, load, config, verbose=args.verbose, variants=True)
+            service = Service(engine, config, name, key, log, adapters)
             serve(service, sock, ModelWatch(service, url))
     finally:
         logger.removeHandler(records)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 HELP = "check that output equals the full model's, bit for bit; or measure a pack's quality"
 TOKENS = 24  # to compare
-PROOF = ("prompt", "layers", "max_new_tokens")  # not for --quality
+PROOF = ("prompt", "layers", "max_new_tokens", "adapter")  # not for --quality
+PROVEN = ("dtype", "kernels", "config", "adapter")  # options of loading that a comparison has
 APPROXIMATE = tuple(
     each.name for each in options_in(LoadConfig) if each.metadata["group"] == INEXACT
 )
@@ -61,7 +62,7 @@ def add_to(parser: Parser) -> None:
     parser.add_argument(
         "--prompt", metavar="TEXT", help="the prompt to answer (default: a short sentence)"
     )
-    add_options(parser, LoadConfig, "options", names=("dtype", "kernels", "config"), texts=TEXTS)
+    add_options(parser, LoadConfig, "options", names=PROVEN, texts=TEXTS)
     parser.add_argument(
         "--layers",
         action="store_true",
@@ -228,6 +229,7 @@ def _proof(args: argparse.Namespace, progress: Progress) -> None:
         kernels=args.kernels,
         layers=True if args.layers else None,
         config=args.config,
+        adapter=args.adapter,
         say=_reporter(args, progress),
     )
     progress.clear()

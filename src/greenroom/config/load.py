@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from greenroom.amounts import Amount, bytes_check, parse_memory
 from greenroom.config.tables import check_policy, check_predictor
-from greenroom.config.values import KERNELS, KV, PREDICT_IN, parse_device
+from greenroom.config.values import KERNELS, KV, PREDICT_IN, parse_adapters, parse_device
 from greenroom.core.config.scheduler import TAU, SchedulerConfig
 from greenroom.errors import UsageError
 from greenroom.option import CACHE, MACHINE, MEMORY, PREFETCHING, at_least, option
@@ -130,6 +130,12 @@ class LoadConfig(SchedulerConfig):
         " it, with the tokenizer (default: beside the file, or as its metadata say)", "MODEL",
         group=MACHINE,
     )  # fmt: skip
+    adapter: str | tuple[str, ...] | None = option(
+        None, "folder with changed experts of the model (an adapter, as ESFT trains it), which"
+        " replace the model's own; `greenroom serve` takes several, and answers each request by the"
+        " model or the adapter that it names", "[NAME=]DIR", group=MACHINE,
+        check=lambda value, name: parse_adapters(value),
+    )  # fmt: skip
     threads: int | None = option(
         None,
         "threads that compute on the CPU (default: one for each core)",
@@ -146,6 +152,11 @@ class LoadConfig(SchedulerConfig):
             raise UsageError(
                 f"--tau has an effect only with --split auto, got --split {self.split}: give"
                 " --split auto, or leave out --tau"
+            )
+        if self.adapter is not None and self.repack is not None:
+            raise UsageError(
+                "--repack reads experts from a copy of the model, which has none of --adapter's:"
+                " leave out one of them"
             )
         if self.host_memory is not None and self.device == "cpu":
             raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from greenroom.amounts import Amount, bytes_check, parse_share
+from greenroom.config.load import LoadConfig
 from greenroom.errors import UsageError
 from greenroom.option import PREFETCHING, above, at_least, check_options, option, within
 
@@ -172,6 +173,20 @@ class ServeConfig(SpeculationConfig):
             raise UsageError(
                 "--prompt-cache and --no-prefix-reuse exclude each other: leave out one of them"
             )
+
+    def check_variants(self, load: LoadConfig) -> None:
+        """Raise UsageError for options that exclude several variants of a model (`--adapter`)."""
+        excluded = {
+            "--speculate mtp": self.speculate == MTP,
+            "--split": load.split != OFF,
+            "--pin": load.pin is not None,
+            "--predictor": load.predictor is not None,
+            "--miss-precision, --skip-below and --substitute-below": load.approximation(),
+            "--co-compute auto": load.uses_host(),
+            f"--device {load.device}": load.device not in ("auto", "cpu", "fake"),
+        }
+        for name in (name for name, is_set in excluded.items() if is_set):
+            raise UsageError(f"{name} cannot be used with --adapter here: leave out one of them")
 
     def check_drafts(self) -> None:
         """Raise UsageError if the requests at a time are too many for the drafts."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import NamedTuple
+
 from greenroom.errors import UnknownName, UsageError
 
 DEVICES = ("auto", "cpu", "cuda", "fake")
@@ -37,3 +41,31 @@ def parse_device(device: str) -> tuple[str, tuple[int, ...]]:
     if len(set(numbers)) < len(parts):
         raise UsageError(f"--device {device}: name each GPU only once")
     return names[0], tuple(numbers)
+
+
+class NamedAdapter(NamedTuple):
+    """An adapter that a run loads: its name for clients, and its folder."""
+
+    name: str
+    path: str
+
+
+def parse_adapters(value: str | tuple[str, ...] | None) -> tuple[NamedAdapter, ...]:
+    """Parse the values of `--adapter`, each `DIR` or `NAME=DIR`.
+
+    Without a name, an adapter has that of its folder. UsageError for an invalid or repeated name.
+    """
+    adapters: list[NamedAdapter] = []
+    for text in (value,) if isinstance(value, str) else value or ():
+        name, equals, path = text.partition("=")
+        if not equals or "/" in name:
+            name, path = Path(text).absolute().name, text
+        if not path or not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}", name, re.ASCII):
+            raise UsageError(
+                f"--adapter {text}: write NAME=DIR, with a name of at most 64 letters, digits, dots"
+                " and dashes"
+            )
+        if name in [each.name for each in adapters]:
+            raise UsageError(f"--adapter {text}: two adapters have the name {name}")
+        adapters.append(NamedAdapter(name, path))
+    return tuple(adapters)

@@ -29,6 +29,7 @@ class PassStart(NamedTuple):
     tokens:    the number of tokens
     prefill:   the pass reads (a block of) a prompt
     token_ids: the ids of the tokens, [tokens], or None
+    variants:  the variant of each token, [tokens], or [1] of all; None: the model has none
     """
 
     request: int
@@ -36,6 +37,7 @@ class PassStart(NamedTuple):
     tokens: int
     prefill: bool
     token_ids: Ids | None = None  # [T]
+    variants: Ids | None = None  # [T] or [1]
 
 
 class LayerRouting(NamedTuple):

@@ -27,6 +27,8 @@ from greenroom.runtime.slots.resident_tables import SlotTables
 
 BINDING = "_greenroom"  # attribute of an experts module: its Binding
 
+ReadChoice = Callable[[Tensor, Tensor | None], tuple[Ids, Any]]
+
 
 @dataclass(frozen=True, slots=True)
 class Binding:
@@ -43,6 +45,8 @@ class Binding:
     overlapped_work: Callable[[], None]  # work to do while the step waits for experts
     mark_computed: Callable[[Sequence[int]], None] | None  # see `SlotPool.mark_computed`
     on_routing: Callable[[int, Ids], None] | None  # called with the layer and the chosen experts
+    # A router's choices and gate weights on the host; redirected where the model has variants.
+    read_choice: ReadChoice = to_host
     # By tokens, top_k and the weights' type; None if the layer has no such kernel.
     resident: dict[tuple[int, int, torch.dtype], ResidentExperts | None] = field(
         default_factory=dict
@@ -63,7 +67,9 @@ class Binding:
         """
         key = tokens, top_k, weights
         if key not in self.resident:
-            self.resident[key] = ResidentExperts.of(self.kernel, self.experts, *key)
+            one = ResidentExperts.of(self.kernel, self.experts, *key)
+            reads_router = self.read_choice is to_host  # as this kernel does
+            self.resident[key] = one if reads_router else None
         return self.resident[key]
 
 
@@ -194,7 +200,7 @@ def _step(
     residual: Tensor | None = None,
 ) -> Tensor:
     needs_weights = binding.uses_weights or binding.approximates
-    chosen, weights = to_host(top_k_index, top_k_weights if needs_weights else None)
+    chosen, weights = binding.read_choice(top_k_index, top_k_weights if needs_weights else None)
     if len(chosen) == 1:
         chosen = chosen.copy()  # a compiled router reuses the memory
     if binding.on_routing is not None:

@@ -31,6 +31,13 @@ def test_a_default_that_is_given_counts_as_given():
     assert take(args, LoadConfig) == LoadConfig(no_guard=True, readers=3)
 
 
+def test_an_option_may_be_given_several_times() -> None:
+    args = parsed("--adapter", "math=/a", "--adapter=/b/law")
+    assert configured(args) == {"adapter": ("math=/a", "/b/law")}
+    assert take(args, LoadConfig) == LoadConfig(adapter=("math=/a", "/b/law"))
+    assert take(parsed(), LoadConfig).adapter is None
+
+
 @dataclass(frozen=True, slots=True)
 class MoreToLoad(LoadConfig):
     """A run with one option more: all that the command line needs to know of it is here."""
@@ -122,7 +129,7 @@ def test_nothing_given_and_no_trace_of_the_call_before():
 
 
 SHOWN = {
-    "run": 9, "chat": 10, "serve": 11, "bench": 11, "tune": 10, "simulate": 9, "plan": 7,
+    "run": 10, "chat": 10, "serve": 12, "bench": 11, "tune": 10, "simulate": 9, "plan": 7,
 }  # fmt: skip
 
 

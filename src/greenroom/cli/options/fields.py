@@ -48,7 +48,7 @@ def add_options(
         choices = about["choices"]
         groups[group].add_argument(
             flag(each.name),
-            action=_StoreValue,
+            action=_AppendValue if _is_repeatable(types[each.name]) else _StoreValue,
             type=_kind(types[each.name]),
             required=each.default is REQUIRED,
             default=None if each.default is REQUIRED else each.default,
@@ -56,6 +56,11 @@ def add_options(
             help=text,
         )
     parser.show(*(each.name for each in fields if each.metadata["shown"]))
+
+
+def _is_repeatable(hint: Any) -> bool:
+    """Check whether an option may be given several times: its value may be a tuple."""
+    return any(typing.get_origin(each) is tuple for each in typing.get_args(hint))
 
 
 def _group(parser: Parser, title: str) -> Any:
@@ -91,6 +96,14 @@ class _StoreValue(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         setattr(namespace, self.dest, values)
         namespace.configured = {**configured(namespace), self.dest: values}
+
+
+class _AppendValue(_StoreValue):
+    """An argparse action for an option that may be given several times: a tuple of values."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        before = getattr(namespace, self.dest) or ()
+        super().__call__(parser, namespace, (*before, values), option)
 
 
 class _Flag(_StoreValue):

@@ -19,7 +19,7 @@ from greenroom.hf.attach.drivers import make_driver
 from greenroom.hf.attach.materialize import check as check_materialize
 from greenroom.hf.attach.materialize import materialize
 from greenroom.hf.attach.pass_hooks import Observer, PassHooks
-from greenroom.hf.attach.predictors import prefetch_predictors
+from greenroom.hf.attach.predictors import prefetch_predictors, running_predictor
 from greenroom.hf.attach.task_pins import TaskPins
 from greenroom.hf.history import split_counts
 from greenroom.hf.history.split_counts import HeadTimer, SplitCounts
@@ -30,6 +30,7 @@ from greenroom.hf.memory.pressure import FixedSlots, LimitedSlots, PressureWatch
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.memory.slots import open_store, slots_for, with_panels
+from greenroom.hf.variants.routing import VariantRouting
 from greenroom.plan.history import files, recent
 from greenroom.plan.history.recent import RecentRouting
 from greenroom.predictors import predictor
@@ -75,11 +76,9 @@ class Greenroom:
         predictors = None
         if setup.capacity < setup.catalog.experts:
             predictors = prefetch_predictors(
-                model, setup.catalog, setup.prefetch, setup.predictor, setup.fingerprint
+                model, setup.router_catalog, setup.prefetch, setup.predictor, setup.fingerprint
             )
-        name, self.predictor = "", None
-        if predictors:
-            name, self.predictor = next(iter(predictors.predictors.items()))
+        name, self.predictor = running_predictor(predictors, setup.variants)
         self._gate_inputs = predictors.capture_inputs() if predictors else None
         key = setup.fingerprint if setup.remember else ""
         history = files.load_routing(key) if key else None
@@ -144,6 +143,11 @@ class Greenroom:
             return None
         slots = self.slot_budget.decode_slots() if self.slot_budget is not None else self.capacity
         return self.process_bytes + dense_bytes(model) + slots * self.setup.catalog.slot_bytes
+
+    @property
+    def variants(self) -> VariantRouting | None:
+        """Return what redirects tokens to the experts of their variants; None without adapters."""
+        return self.bindings.variants
 
     @property
     def capacity(self) -> int:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -19,9 +20,11 @@ from greenroom.hf.kv.cache import append_token, remove_token
 from greenroom.hf.memory.approximate import approximate_layer
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.mtp.layer import mtp_layer_of
+from greenroom.hf.variants.routing import VariantRouting
 from greenroom.runtime.cuda.calibrate import calibrate, trial_step
 from greenroom.runtime.cuda.co_compute import CoComputeKernel
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.ids import to_host
 from greenroom.runtime.cuda.multi_device import MultiDeviceKernel
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.forward import (
@@ -68,6 +71,8 @@ class Bindings:
         self.shared: SharedModules | None = None
         self._setup, self._driver, self._slots = setup, driver, driver.slots
         self._engines, self._engine = engines, engines[0] if engines else Engine()
+        # Redirects tokens to the experts of their variants; None: the model has none.
+        self.variants = None if setup.variants is None else VariantRouting(setup.variants)
         # Slots of host memory that the host's processor computes from.
         self._slab = None if driver.host_memory is None else driver.host_memory.slots
         self.kernel_description = kernel.name  # the kernels in words, also after `detach`
@@ -108,9 +113,12 @@ class Bindings:
                 overlapped_work=self.shared.compute_early[layer],
                 mark_computed=self._slots.mark_computed,
                 on_routing=on_routing,
+                read_choice=to_host
+                if self.variants is None
+                else partial(self.variants.read_choice, layer),
             )
             setattr(module, BINDING, binding)
-        if self.accelerated is not None:
+        if self.accelerated is not None and self.variants is None:
             layers = self.accelerated.layers
             for fused in fuse_layers(model, layers, fuse_experts, remove_token):
                 for module in list(model.modules()):
@@ -143,7 +151,10 @@ class Bindings:
             return self._in_segments(layer, module)
         if setup.approximation is not None:
             return approximate_layer(setup, module, layer, slots)
-        return LayerExperts(module, setup.catalog.layouts[layer], slots.pools[0])
+        layout, numbers = setup.catalog.layouts[layer], None
+        if setup.variants is not None:
+            numbers = torch.from_numpy(setup.variants.originals[layer][:-1])
+        return LayerExperts(module, layout, slots.pools[0], numbers=numbers)
 
     def _in_segments(self, layer: int, module: nn.Module) -> SegmentedExperts:
         """Return a layer's experts whose weights are in segments, in one slot each or in two."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -153,7 +154,7 @@ class PassHooks:
             self.between_requests()
         if self._request != before:
             self.check_weights()
-        prompt = max(lengths) > 1
+        prompt, variants = max(lengths) > 1, self._bindings.variants
         for observer in self.observers:
             observer.on_pass(self._request, prompt, len(caches) * int(batch))
         self._driver.begin_pass(
@@ -163,6 +164,7 @@ class PassHooks:
                 batch * length,
                 prompt,
                 None if ids is None else ids.flatten().cpu().numpy(),
+                None if variants is None else variants.rows,
             )
         )
         self._tokens += batch * length
@@ -195,7 +197,9 @@ class PassHooks:
         """
         chosen = out[2] if isinstance(out, tuple) and len(out) > 2 else None
         if chosen is not None and not chosen.is_meta and not chosen.is_floating_point():
-            ids = chosen.unique().cpu().numpy()
-            self._driver.announce_routing(
-                layer, ids[ids < self._bindings.modules[layer].num_experts]
-            )
+            variants, count = self._bindings.variants, self._bindings.experts[layer].num_experts
+            if variants is None:
+                ids = chosen.unique().cpu().numpy()
+            else:
+                ids = np.unique(variants.stored(layer, chosen.flatten(0, -2).cpu().numpy()))
+            self._driver.announce_routing(layer, ids[ids < count])

@@ -15,6 +15,8 @@ from greenroom.core.predictor import Predictor, Shape
 from greenroom.errors import PredictorError, UsageError
 from greenroom.hf.memory.budget import experts_per_token
 from greenroom.hf.mtp.layer import without_mtp
+from greenroom.hf.variants.catalog import ExpertVariants
+from greenroom.hf.variants.predictor import VariantPredictor
 from greenroom.plan.history.files import load_predictor
 from greenroom.predictors import AUTO, AUTOMATIC, PredictorChoice, PredictorSetup, predictor
 from greenroom.predictors.learned import NEXT_GATE
@@ -157,6 +159,19 @@ def prefetch_predictors(
         except PredictorError:
             continue
     raise AssertionError("no automatic predictor works: markov should work with any model")
+
+
+def running_predictor(
+    predictors: ModelPredictors | None, variants: ExpertVariants | None
+) -> tuple[str, Predictor | None]:
+    """Return the name of the predictor that runs with a model, and the predictor.
+
+    If the model has variants, it predicts their stored experts. ("", None) without a predictor.
+    """
+    if predictors is None:
+        return "", None
+    name, predictor = next(iter(predictors.predictors.items()))
+    return name, predictor if variants is None else VariantPredictor(predictor, variants)
 
 
 def runs_in_worker(predictor: Predictor | None, predict_in: str, on_gpu: bool) -> bool:

@@ -35,6 +35,7 @@ from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.implementation import set_experts_implementation
 from greenroom.hf.model.reference import load_reference_model, transformers_can_load
 from greenroom.hf.model.skeleton import ModelSkeleton
+from greenroom.hf.variants.index import adapters_of
 from greenroom.runtime.memory.system import available_bytes, release_memory
 
 PROMPT = "Once upon a time, in a theatre by the sea, the actors waited behind the stage: "
@@ -99,6 +100,7 @@ def verify(
     kernels: str = "auto",
     layers: bool | None = None,
     config: str | None = None,
+    adapter: str | tuple[str, ...] | None = None,
     say: Report = lambda line: None,
 ) -> Verdict:
     """Verify that a model with streamed experts computes the same bits as transformers.
@@ -110,6 +112,7 @@ def verify(
     layers:  True to compare layer by layer, False to load the entire model with transformers, None
              to load it if it fits into memory
     config:  folder, file or hub id with the config of a GGUF file
+    adapter: folder with changed experts; the comparison is layer by layer then
     say:     called with a line for each comparison
 
     Raises UsageError for wrong options. Differences are no error: see `Verdict`.
@@ -120,15 +123,16 @@ def verify(
     checkpoint = find_checkpoint(source, config)
     if checkpoint.pack is not None:
         checkpoint.pack.check()
-    skeleton = ModelSkeleton.of(checkpoint, dtype)
+    with_adapter = LoadConfig(adapter=adapter)
+    skeleton = ModelSkeleton.of(checkpoint, dtype, adapters=adapters_of(with_adapter))
     slots_for(cache, skeleton.catalog)  # an error comes before the work begins
     size = skeleton.dense_bytes + skeleton.expanded_bytes
     entire = size * ROOM < available_bytes() if layers is None else not layers
-    entire = entire and transformers_can_load(skeleton)
+    entire = entire and adapter is None and transformers_can_load(skeleton)
     verdict = Verdict(entire)
     options = LoadConfig(
         cache=cache, dtype=dtype, kernels=kernels, no_guard=True, device="cpu", readers=2,
-        config=config,
+        config=config, adapter=adapter,
     )  # fmt: skip
     ids = tokenizer_of(checkpoint)(prompt, return_tensors="pt")["input_ids"].long()
     trial = _Trial(source, skeleton, options, ids, tokens, say, verdict)

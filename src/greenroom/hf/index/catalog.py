@@ -42,12 +42,14 @@ def make_catalog(
     checkpoint: Checkpoint,
     conversions: dict[str, WeightConversion],
     layers: list[list[StreamedParameter]],
+    order: Sequence[str] = (),
 ) -> Catalog:
     """Make the catalog of a checkpoint's experts: where each lies on disk and in memory.
 
     model:       the model on the meta device, still with its expert parameters
     conversions: transformers' weight conversions, by target parameter
     layers:      the expert parameters of each layer, which stay on disk
+    order:       the preferred order of an expert's tensors in memory; empty: as in the first layer
 
     Raises CheckpointError if a tensor of an expert is missing or has a wrong shape,
     UnsupportedModel if the experts are stored in a form that is not supported, UsageError if a pack
@@ -57,9 +59,8 @@ def make_catalog(
         return _pack_catalog(checkpoint.pack, model, layers)
     indexer = _Indexer(model, checkpoint, conversions)
     tables, layouts = [], []
-    order: list[str] = []
     for layer in layers:
-        table, layout = indexer.layer(layer, order)
+        table, layout = indexer.layer(layer, list(order))
         order = order or [spec.name for spec in layout.tensors]
         tables.append(table)
         layouts.append(layout)

@@ -37,8 +37,9 @@ def requested_setup(
         first = LEAST_SHARE if isinstance(shares, str) else shares
         catalog, split = split_experts(catalog, first, description.top_k)
     check_copies(catalog, config.approximation())
+    routers = catalog if skeleton.variants is None else skeleton.variants.of_model(catalog)
     check_prefetch(
-        skeleton.model, catalog, config.prefetch, config.predictor, description.fingerprint
+        skeleton.model, routers, config.prefetch, config.predictor, description.fingerprint
     )
     kind, devices = parse_device(config.device)
     limit = config.read_limit
@@ -67,6 +68,7 @@ def requested_setup(
         context=description.context,
         keys_values=description.keys_values,
         source=source,
+        variants=skeleton.variants,
     )
     setup = replace(setup, kernels=kernels_of(setup), kernel_fallback=kernel_fallback(setup))
     shrink_dense(skeleton, config, setup.kernels in COMPILED)

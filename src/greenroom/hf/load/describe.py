@@ -24,6 +24,7 @@ from greenroom.hf.memory.devices import COMPILED
 from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.hf.mtp.layer import mtp_layer_of
+from greenroom.hf.variants.index import adapters_of
 from greenroom.plan.history.files import load_records
 from greenroom.plan.model import Model
 from greenroom.runtime.kernels.dense.table import stored_weight
@@ -69,6 +70,8 @@ class Description:
             digest += "-mtp"
             layers = keys_values.layers
             keys_values = replace(keys_values, layers=(*layers, layers[-1]))
+        if skeleton.variants is not None:  # whose routing has other numbers of experts
+            digest += f"-adapters-{skeleton.variants.digest}"
         return cls(skeleton, digest, context, keys_values, experts_per_token(skeleton.model))
 
     def slot_budget(
@@ -149,7 +152,8 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
 
     Raises NotAModel, NotMoE, UnsupportedModel or CheckpointError.
     """
-    skeleton = ModelSkeleton.of(open_or_inspect(source, config.config), config.dtype)
+    checkpoint = open_or_inspect(source, config.config)
+    skeleton = ModelSkeleton.of(checkpoint, config.dtype, adapters=adapters_of(config))
     named = "native" if config.kernels == "auto" and not missing_reason() else config.kernels
     compiled = not on_a_gpu and named in COMPILED
     shrink_dense(skeleton, config, compiled)

@@ -41,15 +41,14 @@ def load(
     expert_order: str = "resident", prefetch: str = "auto", predictor: str | None = None,
     no_guard: bool = False, prefetch_rule: str = "value", predict_in: str = "auto", tau: int = 5000,
     context: int = 4096, kv: str = "dynamic", disk_tables: str | int = "64MiB",
-    pressure: str = "auto", readers: int = 4, direct: str = "auto",
-    read_limit: str | int | None = None, repack: str | None = None, dtype: str = "auto",
-    config: str | None = None, threads: int | None = None,
+    pressure: str = "auto", readers: int = 4, direct: str = "auto", repack: str | None = None,
+    read_limit: str | int | None = None, dtype: str = "auto", config: str | None = None,
+    adapter: str | tuple[str, ...] | None = None, threads: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
     Returns (model, tokenizer), both of transformers. To train, save, copy or move the model, first
     read all its experts into memory by `model.greenroom.materialize()`. Raises GreenroomError.
-
     `model` is a folder, a GGUF file, a hub id (or owner/name:Q4_K_M), or `demo`. Options:
     memory: limit for the process (with a GPU, for GPU memory): "8GiB", "60%", "auto" (default)
     host_memory: with a GPU, the limit for the process in host memory, in the form of `memory`
@@ -62,6 +61,7 @@ def load(
     dtype: dtype to compute in: auto (that of the checkpoint), bfloat16, float16, float32
     kernels: code for experts: auto, eager (as transformers), native, precise, rounded, triton
     config: of a GGUF file, the folder, file or hub id with the original config and tokenizer
+    adapter: folder with changed experts (ESFT), which replace the model's own
     threads: number of threads that compute on the CPU
     readers: number of threads that read experts from disk
     direct: bypass the page cache when experts are read: auto, on, off
@@ -102,6 +102,7 @@ def load_with(
     caller_bytes: int = 0,
     mtp: bool = False,
     picture_tokens: int = 0,
+    variants: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Mixture-of-Experts model from a checked configuration.
 
@@ -110,6 +111,7 @@ def load_with(
     caller_bytes: bytes of a CPU run's `--memory` that the calling program uses for itself
     picture_tokens: of a picture, for which a CPU run sets memory aside; 0: the caller reads none
     mtp:          load the checkpoint's MTP layer too, which drafts tokens (`--speculate mtp`)
+    variants:     let each token choose between the model itself and each of `--adapter`
     """
     if warning := late_import_warning():
         log.warning("%s", warning)
@@ -120,7 +122,7 @@ def load_with(
 
             source = repacked(source, config.repack, config.config, progress)
             config = replace(config, config=None)
-        files, skeleton, on_a_gpu = resolve(source, config, mtp)
+        files, skeleton, on_a_gpu = resolve(source, config, mtp, variants)
         description = Description.of(skeleton, config, on_a_gpu)
         setup = requested_setup(files, description, config, remember)
         tokenizer = tokenizer_of(files.checkpoint)

@@ -7,6 +7,7 @@ import shlex
 from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig, changed_options, flag, format_amount, show_bytes
+from greenroom.config.values import parse_adapters
 from greenroom.core.config.base import VALUE
 from greenroom.core.config.scheduler import option_names
 from greenroom.hf.attach.attach import Greenroom
@@ -19,7 +20,7 @@ from greenroom.runtime.kernels.dense.table import disk_bytes
 # Options that the line repeats as given; those of the scheduler are repeated too.
 AS_GIVEN = (
     "kv", "disk_tables", "device", "host_memory", "readers", "direct", "read_limit", "repack",
-    "dtype", "threads", "pin", "config",
+    "dtype", "threads", "pin", "config", "adapter",
 )  # fmt: skip
 LONGEST = 160  # characters of the short line
 SEPARATOR = " · "
@@ -33,10 +34,10 @@ def startup_line(
     With `verbose` the line has all sizes, and the flags that reproduce the run. Both forms name
     options that change the model's output.
     """
-    return _verbose_line(name, model, config) if verbose else _short_line(name, model)
+    return _verbose_line(name, model, config) if verbose else _short_line(name, model, config)
 
 
-def _short_line(name: str, model: PreTrainedModel) -> str:
+def _short_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     """Return the short start-up line; optional items that would exceed LONGEST are left out."""
     greenroom = model.greenroom
     stats, setup = greenroom.stats(), greenroom.setup
@@ -45,6 +46,7 @@ def _short_line(name: str, model: PreTrainedModel) -> str:
     kind, kv_bytes = setup.keys_values.kind, setup.keys_values.total_bytes(setup.context)
     kv = f" in {kind.name}, WHICH CHANGES THE OUTPUT," if kind.form else ""
     line = f"{shown}: {stats.capacity} of {stats.experts} experts in slots ({slots})"
+    line += _adapters(greenroom, config)
     if setup.approximation is not None:
         line += " · inexact misses, WHICH CHANGES THE OUTPUT"
     if setup.kernel_fallback:
@@ -62,6 +64,15 @@ def _short_line(name: str, model: PreTrainedModel) -> str:
         if text and len(line) + len(text) + 3 <= LONGEST:
             line += f" · {text}"
     return line
+
+
+def _adapters(greenroom: Greenroom, config: LoadConfig) -> str:
+    """Describe the adapters of a model, and how many experts they change; "" without any."""
+    named, variants = parse_adapters(config.adapter), greenroom.setup.variants
+    if variants is None:
+        return f"{SEPARATOR}adapter {named[0].name}" if named else ""
+    changed = sum(len(variants.changed(number)) for number in range(1, variants.count))
+    return f"{SEPARATOR}{len(named)} adapter{'s' * (len(named) > 1)} with {changed} changed experts"
 
 
 def _config_origin(greenroom: Greenroom) -> str:
@@ -129,7 +140,8 @@ def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         f"{f'{on_disk} experts' if on_disk else 'a copy of them'} on disk"
         f" ({show_bytes(catalog.all_experts_bytes)} in all, {reads} reads by"
         f" {threads}{slow}{packed})"
-        f"{approximation}{kernels}{_config_origin(greenroom)}{origin}{shared} · same again: {flags}"
+        f"{_adapters(greenroom, config)}{approximation}{kernels}{_config_origin(greenroom)}"
+        f"{origin}{shared} · same again: {flags}"
     )
 
 
@@ -156,9 +168,10 @@ def _flags(greenroom: Greenroom, stats: Stats, config: LoadConfig) -> list[str]:
         flags.append(f"--split {','.join(f'{a / (a + b):.4g}' for a, b in cut)}")
     repeated = {*AS_GIVEN, *option_names()}
     return flags + [
-        flag(name) + (f" {value}" if value is not True else "")
+        flag(name) + (f" {one}" if one is not True else "")
         for name, value in changed_options(config).items()
         if name in repeated
+        for one in (value if isinstance(value, tuple) else (value,))
     ]
 
 

@@ -9,19 +9,21 @@ from greenroom.errors import DeviceError, UsageError
 from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.checkpoint.source import ModelSource
 from greenroom.hf.model.skeleton import ModelSkeleton
+from greenroom.hf.variants.index import adapters_of
 from greenroom.policies import policy
 from greenroom.predictors import predictor
 from greenroom.runtime.kernels.table import GPU_KERNEL
 
 
 def resolve(
-    source: str, config: LoadConfig, mtp: bool = False
+    source: str, config: LoadConfig, mtp: bool = False, variants: bool = False
 ) -> tuple[ModelSource, ModelSkeleton, bool]:
     """Find a model's checkpoint, and build the model on the meta device.
 
     Returns (source, skeleton, whether a GPU computes the experts). A hub id that is not in the
     local cache is downloaded; of local files, only config and tensor headers are read. `mtp` adds
-    the checkpoint's MTP layer. Also sets torch's number of threads if `--threads` is given.
+    the checkpoint's MTP layer; with `variants` the model is served beside its adapters. Also
+    sets torch's number of threads if `--threads` is given.
 
     Raises UnknownName, UsageError or DeviceError for impossible options, and NotAModel, NotMoE,
     UnsupportedModel or CheckpointError for a model that cannot be loaded.
@@ -29,11 +31,13 @@ def resolve(
     policy(config.policy).check_online()
     predictor(config.prefetch)
     gpu = on_a_gpu(config)
+    if gpu and variants:
+        raise UsageError("--adapter: a server's adapters need a CPU: add --device cpu")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = find_checkpoint(source, config.config)
-    skeleton = ModelSkeleton.of(checkpoint, config.dtype, mtp)
-    return ModelSource.of(checkpoint, config.dtype), skeleton, gpu
+    skeleton = ModelSkeleton.of(checkpoint, config.dtype, mtp, adapters_of(config, variants))
+    return ModelSource.of(skeleton.checkpoint, config.dtype), skeleton, gpu
 
 
 def on_a_gpu(config: LoadConfig) -> bool:

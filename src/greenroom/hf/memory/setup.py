@@ -14,6 +14,7 @@ from greenroom.core.pieces import Copies, Split
 from greenroom.hf.checkpoint.source import ModelSource
 from greenroom.hf.kv.cache import ROOM
 from greenroom.hf.kv.sizes import KVBytes
+from greenroom.hf.variants.catalog import ExpertVariants
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,12 @@ class ModelSetup:
     context: int = 0  # tokens that the KV cache has room for
     keys_values: KVBytes = field(default_factory=lambda: KVBytes(()))  # of one sequence
     source: ModelSource | None = None  # the checkpoint, which materialize reads again
+    variants: ExpertVariants | None = None  # of the experts in the catalog; None: the model alone
+
+    @property
+    def router_catalog(self) -> Catalog:
+        """Return the catalog with the numbers of experts that the model's routers choose from."""
+        return self.catalog if self.variants is None else self.variants.of_model(self.catalog)
 
     @property
     def approximation(self) -> Approximation | None:

@@ -16,11 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import LoadStateDictConfig, _get_dtype
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -36,12 +35,11 @@ from greenroom.hf.checkpoint.library_errors import (
     wrap_library_errors,
 )
 from greenroom.hf.checkpoint.resolve import open_checkpoint
-from greenroom.hf.index.catalog import make_catalog
 from greenroom.hf.index.conversions import TargetDtypes, WeightConversion, find_conversions
 from greenroom.hf.index.experts import StreamedParameter, detach_experts, find_streamed_parameters
 from greenroom.hf.index.gguf.conversions import gguf_conversions
 from greenroom.hf.model.architectures import class_of
-from greenroom.hf.model.construction import construct, remove_towers
+from greenroom.hf.model.construction import construct, load_generation_config, remove_towers
 from greenroom.hf.model.dense import (
     TableParameter,
     find_encoded_parameters,
@@ -51,7 +49,9 @@ from greenroom.hf.model.encoded import EncodedParameter, JoinedParameter
 from greenroom.hf.model.implementation import IMPLEMENTATION
 from greenroom.hf.model.lazy import LazyTensor, decode_gguf
 from greenroom.hf.mtp.layer import add_mtp_layer
-from greenroom.json_file import printable, read_object
+from greenroom.hf.variants.catalog import ExpertVariants
+from greenroom.hf.variants.index import NO_ADAPTERS, Adapters, index_experts
+from greenroom.json_file import printable
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.memory.arena import TensorArena
 
@@ -80,25 +80,33 @@ class ModelSkeleton:
     _unused: list[str] = field(default_factory=list)  # tensors that no parameter needs
     # dense parameters that stay encoded in memory, or stay on disk
     _encoded: dict[str, DenseParameter] = field(default_factory=dict)
+    variants: ExpertVariants | None = None  # of the experts in the catalog, where there are several
 
     @classmethod
     def of(
-        cls, source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto", mtp: bool = False
+        cls,
+        source: str | os.PathLike[str] | Checkpoint,
+        dtype: str = "auto",
+        mtp: bool = False,
+        adapters: Adapters = NO_ADAPTERS,
     ) -> ModelSkeleton:
         """Build a checkpoint's model on the meta device, and index its experts' byte ranges.
 
         Only config and tensor headers are read. `dtype` is "auto" (that of the config, else of the
-        weights), "bfloat16", "float16" or "float32"; `mtp` adds the MTP layer. Raises NotAModel,
-        NotMoE, UnsupportedModel, CheckpointError, or UnknownName for another dtype.
+        weights), "bfloat16", "float16" or "float32"; `mtp` adds the MTP layer; `adapters` change
+        experts. Raises NotAModel, NotMoE, UnsupportedModel, CheckpointError, or UnknownName for
+        another dtype.
         """
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         with wrap_library_errors(
             f"{checkpoint.folder}: cannot build a model from its config and tensors"
         ):
-            return cls._of(checkpoint, dtype, mtp)
+            return cls._of(checkpoint, dtype, mtp, adapters)
 
     @classmethod
-    def _of(cls, checkpoint: Checkpoint, dtype: str, mtp: bool) -> ModelSkeleton:
+    def _of(
+        cls, checkpoint: Checkpoint, dtype: str, mtp: bool, adapters: Adapters
+    ) -> ModelSkeleton:
         config = _config(checkpoint)
         kind, config = class_of(config)
         config.name_or_path = str(checkpoint.folder)  # the config of a text part has no path
@@ -114,12 +122,15 @@ class ModelSkeleton:
         dtypes = TargetDtypes(model._get_dtype_plan(main))
         layers = find_streamed_parameters(model, dtypes)
         conversions, unused = conversions_of(model, checkpoint)
-        catalog = make_catalog(model, checkpoint, conversions, layers)
+        checkpoint, catalog, variants = index_experts(
+            model, checkpoint, conversions, layers, adapters
+        )
         streamed = {s.full_name for layer in layers for s in layer}
         names = list(model.state_dict())
         detach_experts(model, layers)
         dense = {k: r for k, r in conversions.items() if not streamed.intersection(r.targets)}
         skeleton = cls(checkpoint, catalog, model, main, layers, dense, names, unused)
+        skeleton.variants = variants
         skeleton._check_dense()
         _report_unused(model, unused)
         return skeleton
@@ -366,25 +377,6 @@ def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torc
             f" --dtype to one of {', '.join(FLOATS)}"
         )
     return main
-
-
-def load_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Set a model's generation config from the checkpoint's files, like transformers.
-
-    The file is generation_config.json, or config.json if that does not exist. Raises
-    CheckpointError for an invalid file.
-    """
-    if not model.can_generate():
-        return
-    path = folder / "generation_config.json"
-    options: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
-    if path.is_file():  # transformers silently takes its defaults for a file that is no JSON
-        read_object(path, CheckpointError)
-        options = {}
-    with wrap_library_errors(f"{path}: not a valid generation config"):
-        model.generation_config = GenerationConfig.from_pretrained(
-            folder, local_files_only=True, **options
-        )
 
 
 def _report_unused(model: PreTrainedModel, unused: list[str]) -> None:

@@ -22,6 +22,7 @@ class LayerExperts:
     layout: where each of an expert's matrices lies in a slot
     slots:  the memory that is cut into slots
     recipe: the data types of the arithmetic; None: detected from the module's class
+    numbers: which of the module's experts each stored expert is or replaces; None: all, in order
     first_channel: if the slots hold only a segment of each expert, the segment's first channel of
                    the intermediate dimension
     """
@@ -33,9 +34,11 @@ class LayerExperts:
         slots: Slots,
         recipe: Recipe | None = None,
         first_channel: int = 0,
+        numbers: Tensor | None = None,
     ) -> None:
-        self.module, self.layout, self.slots = module, layout, slots
-        self.num_experts = int(module.num_experts)  # type: ignore[arg-type]
+        self.module, self.layout, self.slots, self._numbers = module, layout, slots, numbers
+        count = module.num_experts if numbers is None else len(numbers)
+        self.num_experts = int(count)  # type: ignore[arg-type]
         self.has_gate = bool(module.has_gate)
         self.transposed = bool(module.is_transposed)
         self.interleaved = self.has_gate and not module.is_concatenated
@@ -80,7 +83,8 @@ class LayerExperts:
         return (columns, rows) if plain and self.transposed else (rows, columns)
 
     def _tensor(self, name: str) -> Tensor:
-        return getattr(self.module, name).detach()
+        values: Tensor = getattr(self.module, name).detach()
+        return values if self._numbers is None else values[self._numbers.to(values.device)]
 
     def _bias(self, first_channel: int) -> Tensor:
         """Return the biases of the up projection; for a segment, those of its channels."""

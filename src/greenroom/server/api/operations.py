@@ -59,14 +59,13 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
-        one = _model(service)
-        return {"object": "list", "data": [one], "has_more": False,
-                "first_id": one["id"], "last_id": one["id"]}  # fmt: skip
+        models = [_model(service, name) for name in service.models]
+        return {"object": "list", "data": models, "has_more": False,
+                "first_id": models[0]["id"], "last_id": models[-1]["id"]}  # fmt: skip
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return _model(service)
+        return _model(service, service.models[service.variant_of(name)])
 
     @routes.post("/v1/admin/cache", openapi_extra=openapi_body(CacheSize))
     async def resize(request: Request) -> dict[str, Any]:
@@ -96,15 +95,15 @@ def check_has_key(service: Service) -> None:
         raise ApiError(403, "this route needs an API key: start the server with --api-key-file")
 
 
-def _model(service: Service) -> dict[str, Any]:
-    """Describe the served model in the forms of OpenAI and of Anthropic."""
+def _model(service: Service, name: str) -> dict[str, Any]:
+    """Describe a served model in the forms of OpenAI and of Anthropic."""
     created_at = datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
-        "id": service.name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "greenroom",
         "type": "model",
-        "display_name": service.name,
+        "display_name": name,
         "created_at": created_at,
     }

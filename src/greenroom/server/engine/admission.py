@@ -106,11 +106,13 @@ class Admission:
 
     def _waits_for_prefix(self, sequence: Sequence, running: Many[Sequence]) -> bool:
         """Is a running request about to compute a long prefix of this prompt?"""
-        reading = [each for each in running if each.computed < each.prompt]
+        reading = [each for each in running if each.computed < each.prompt
+                   and each.variant == sequence.variant]  # fmt: skip
         if not reading or not self._reuses(sequence) or not self._batch.has_dynamic_cache:
             return False
         ids = sequence.prefix_keys()
-        cached = max(self._usable(source, ids) for source in (*self._sources(running), _NOTHING))
+        sources = (*self._sources(running, sequence.variant), _NOTHING)
+        cached = max(self._usable(source, ids) for source in sources)
         coming = max(common_prefix(each.prefix_keys(), ids) for each in reading)
         return self._cut(min(coming, ids.size - 1)) >= cached + WORTH
 
@@ -153,8 +155,8 @@ class Admission:
         if not is_new and self._take_loaded(sequence):
             return
         sequence.cache = self._batch.cache()
-        ids = sequence.prefix_keys()
-        sources = list(self._sources(running)) if self._reuses(sequence) else []
+        ids, variant = sequence.prefix_keys(), sequence.variant
+        sources = list(self._sources(running, variant)) if self._reuses(sequence) else []
         best = max((*sources, _NOTHING), key=lambda source: self._usable(source, ids))
         tokens, is_cached = self._usable(best, ids), best in self.prefixes
         if is_new and self._reuses(sequence) and self._begin_load(sequence, ids, tokens):
@@ -194,7 +196,7 @@ class Admission:
         """Begin to read a prompt's prefix from disk, if more than `cached` tokens are there."""
         if self.prompts is None:
             return False
-        match = self.prompts.find(ids, cached + WORTH, self._cut_tokens)
+        match = self.prompts.find(ids, cached + WORTH, self._cut_tokens, sequence.variant)
         if not match.tokens:
             return False
         self._make_room()
@@ -226,13 +228,20 @@ class Admission:
         """
         return sequence.scores is None and not self._config.no_prefix_reuse
 
-    def _sources(self, running: Many[Sequence]) -> Iterator[PrefixEntry]:
+    def _sources(self, running: Many[Sequence], variant: int) -> Iterator[PrefixEntry]:
+        """Yield the prefixes that a request to a variant of the model may reuse."""
         for each in running:
-            if each.computed:
+            if each.computed and each.variant == variant:
                 yield PrefixEntry(
-                    each.computed_keys(), each.cache, 0, each.exact, each.number, each.saved
+                    each.computed_keys(),
+                    each.cache,
+                    0,
+                    each.exact,
+                    each.number,
+                    each.saved,
+                    variant,
                 )
-        yield from self.prefixes
+        yield from (each for each in self.prefixes if each.variant == variant)
 
     def _usable(self, source: PrefixEntry, ids: Ids) -> int:
         """Return the number of cached tokens whose keys and values a prompt can reuse.
@@ -276,7 +285,7 @@ class Admission:
         if keep and cache is not None and sequence.computed:
             entry = PrefixEntry(
                 sequence.computed_keys(), cache, kv.held_bytes(cache), sequence.exact,
-                sequence.number, sequence.saved,
+                sequence.number, sequence.saved, sequence.variant,
             )  # fmt: skip
             self.prefixes.add(entry)
             if self.prompts is not None:

@@ -143,7 +143,9 @@ class PassRunner:
                 if drafts is not None:
                     drafts.follow(shares)
                 begin = time.perf_counter()
-                if drafts is not None and drafts.choose(shares):
+                has_drafts = drafts is not None and drafts.choose(shares)
+                self._set_variants(shares)
+                if drafts is not None and has_drafts:
                     logits = drafts.verify(caches)
                 else:
                     logits = self._batch(ids, caches, scored, _picture_options(shares, ids))
@@ -155,6 +157,7 @@ class PassRunner:
                 return []
             raise
         finally:
+            self._set_variants([])
             with self._lock:
                 self._current = []
         counts = self._driver.scheduler.view.counted()
@@ -167,6 +170,12 @@ class PassRunner:
             for (each, _), result in zip(shares, results, strict=True)
             if each.pending == 0 or isinstance(result, GreenroomError)
         ]
+
+    def _set_variants(self, shares: list[Share]) -> None:
+        """Set the model's variant for each token of a pass; without shares, the model itself."""
+        if (variants := self._greenroom.variants) is not None:
+            counts = [(each, count + len(each.draft)) for each, count in shares]
+            variants.use([each.variant for each, count in counts for _ in range(count)])
 
     def _begin(self, sequences: list[Sequence]) -> bool:
         """Begin a forward pass; return False if all of its requests are cancelled."""

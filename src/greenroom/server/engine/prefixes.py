@@ -28,7 +28,7 @@ class PrefixEntry:
 
     `cache` is a transformers KV cache of `nbytes` bytes. The first `exact` tokens were computed in
     the same prefill chunks as if the request were alone. `saved` are the segment files on disk that
-    have the keys and values of the first tokens, bit by bit.
+    have the keys and values of the first tokens, bit by bit. `variant` is that of the model.
     """
 
     ids: Ids
@@ -37,6 +37,7 @@ class PrefixEntry:
     exact: int = 0
     number: int = -1  # the sequence number of the request
     saved: tuple[Any, ...] = ()
+    variant: int = 0
 
 
 def common_prefix(a: NDArray[np.integer[Any]], b: NDArray[np.integer[Any]]) -> int:
@@ -82,11 +83,12 @@ class PrefixCache:
         """Add an entry to the prefix cache; return False if it was refused.
 
         Refused are entries of fewer than MIN_TOKENS tokens, entries larger than the cache, and
-        prefixes of another entry. The new entry replaces entries that are prefixes of it.
+        prefixes of another entry. The new entry replaces entries that are prefixes of it. Variants
+        of the model share nothing.
         """
         if entry.nbytes > self.limit or entry.ids.size < MIN_TOKENS:
             return False
-        for other in list(self._entries):
+        for other in [each for each in self._entries if each.variant == entry.variant]:
             shared = common_prefix(other.ids, entry.ids)
             if shared == entry.ids.size and other.exact >= entry.exact:
                 self.touch(other)

@@ -72,6 +72,7 @@ class Request:
     pictures: PromptPictures | None = None
     timeout_s: float | None = None  # of the whole answer, the wait in the queue included
     name: str = ""  # of the request, in log lines
+    variant: int = 0  # of the model: 0 is the model itself, the others are its adapters, in order
 
     @property
     def length(self) -> int:

@@ -73,6 +73,11 @@ class Sequence:
         return len(self.request.ids)
 
     @property
+    def variant(self) -> int:
+        """The number of the model's variant that answers a request."""
+        return self.request.variant
+
+    @property
     def new(self) -> int:
         """The number of tokens in a request's answer so far."""
         return len(self.ids) - self.prompt

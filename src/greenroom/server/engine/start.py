@@ -33,13 +33,18 @@ def start(
     *,
     journal: Journal | None = None,
     verbose: bool = False,
+    variants: bool = False,
 ) -> ContinuousEngine:
     """Start a serving engine for the model `source`, and return before the model is loaded.
 
     The engine accepts requests once its state is "ready". `source` is a Hugging Face folder, a GGUF
     file, a hub id, or `demo`. `journal` records every forward pass, so that the pass can be
-    computed again. `--prefetch off` also ends reads between requests.
+    computed again. `--prefetch off` also ends reads between requests. With `variants`, requests
+    choose between the model and each of `--adapter`; UsageError for options that exclude this.
     """
+    variants = variants and load.adapter is not None
+    if variants:
+        serve.check_variants(load)
 
     def load_model(progress: Progress) -> LoadedModel:
         from greenroom.hf.load.load import load_with
@@ -52,6 +57,7 @@ def start(
             caller_bytes=overhead_bytes(load.context, serve),
             mtp=serve.speculate == MTP,
             picture_tokens=serve.picture_tokens,
+            variants=variants,
         )
         return LoadedModel(model, tokenizer, startup_line(source, model, load, verbose))
 

@@ -72,16 +72,17 @@ class Job:
 
 
 async def start_answers(
-    service: Service, record: RequestRecord, make: Callable[[Dialogue], Job]
+    service: Service, record: RequestRecord, make: Callable[[Dialogue], Job], variant: int = 0
 ) -> AnswerStream:
     """Make an HTTP request's Job (prompts and settings) on a worker thread, and submit it.
 
-    `make` takes the Dialogue and returns the Job. Raises Busy, TooLong, UsageError or ApiError.
+    `make` takes the Dialogue and returns the Job; `variant` of the model answers. Raises
+    Busy, TooLong, UsageError or ApiError.
     """
     loop = asyncio.get_running_loop()
 
     def prepare(dialogue: Dialogue) -> AnswerStream:
-        answers = AnswerStream(service, record, dialogue, make(dialogue), loop)
+        answers = AnswerStream(service, record, dialogue, make(dialogue), loop, variant)
         answers.submit()  # which may compile a grammar
         return answers
 
@@ -98,8 +99,9 @@ class AnswerStream:
         dialogue: Dialogue,
         job: Job,
         loop: asyncio.AbstractEventLoop,
+        variant: int = 0,
     ) -> None:
-        self.job, self.dialogue = job, dialogue
+        self.job, self.dialogue, self.variant = job, dialogue, variant
         self.request_id = record.id
         self.prompt_tokens = record.prompt_tokens = sum(map(len, job.prompts))
         self._service, self._record, self._loop = service, record, loop
@@ -148,6 +150,7 @@ class AnswerStream:
             pictures=job.pictures,
             timeout_s=self._service.left_s(self._record),
             name=self._record.id,
+            variant=self.variant,
         )
 
     def _post_event(self, index: int, event: Event) -> None:

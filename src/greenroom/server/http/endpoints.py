@@ -27,7 +27,8 @@ class ResponseBuilder:
     media_type = "text/event-stream"
 
     def __init__(self, service: Service, body: Any, answers: AnswerStream) -> None:
-        self._model, self._body, self._answers = service.name, body, answers
+        self._model = service.models[answers.variant]
+        self._body, self._answers = body, answers
 
     def parts(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the parts of a streamed response, each as a JSON object."""
@@ -88,7 +89,8 @@ async def respond(
 ) -> Response:
     """Start the engine's answers to a request; return a stream of their parts, or one object."""
     record = record_of(request)
-    answers = await start_answers(service, record, body.job)
+    variant = service.variant_of(body.model)
+    answers = await start_answers(service, record, body.job, variant)
     response = builder(service, body, answers)
     if not stream:
         return JSONResponse(

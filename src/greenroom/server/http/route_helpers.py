@@ -29,7 +29,7 @@ async def read_body(request: Request, service: Service, model: type[Body]) -> Bo
     """
     body = await bodies.read(request, model, service.max_body, service.bodies)
     if (name := getattr(body, "model", None)) is not None:
-        service.check_model(name)
+        service.variant_of(name)
     return body
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -29,7 +29,8 @@ Result = TypeVar("Result")
 class Service:
     """A serving engine with its limits, metrics and log, for all HTTP requests.
 
-    `name` is the model's name for clients, `key` the API key that they must send, or None.
+    `name` is the model's name for clients, `key` the API key that they must send, or None, and
+    `adapters` the names of the model's other variants.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class Service:
         name: str,
         key: str | None = None,
         log: RequestLog | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
         self.engine, self.config, self.name, self.key = engine, config, name, key
+        self.models = name, *adapters  # by the number of the variant
         self.log = log or RequestLog(config.log_format)
         self.metrics = Metrics(engine, name)
         self.created = int(time.time())
@@ -56,18 +59,22 @@ class Service:
         self._dialogue: Dialogue | None = None
         self._lock = threading.Lock()
 
-    def check_model(self, name: str) -> None:
-        """Raise ApiError 404 if a client asks for a model that is not served.
+    def variant_of(self, name: str) -> int:
+        """Return the number of the model's variant that a client names; 0 is the model itself.
 
-        The name may end in ":latest", the tag that clients of Ollama's API add.
+        The name may end in ":latest", the tag that clients of Ollama's API add. ApiError 404 if no
+        such model is served.
         """
-        if self.name not in (name, name.removesuffix(":latest")):
-            raise ApiError(
-                404,
-                f"the model {name[:80]!r} does not exist: this server has {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+        for number, each in enumerate(self.models):
+            if each in (name, name.removesuffix(":latest")):
+                return number
+        raise ApiError(
+            404,
+            f"the model {name[:80]!r} does not exist: this server has"
+            f" {', '.join(map(repr, self.models))}",
+            param="model",
+            code="model_not_found",
+        )
 
     async def prepare(
         self,

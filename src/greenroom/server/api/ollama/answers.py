@@ -217,6 +217,5 @@ def _add_route(
             return await respond(request, service, body, builder, body.streams)
         service.dialogue()  # ApiError 503 before the model is loaded
         end = {"done": True, "done_reason": "load"}
-        return JSONResponse(
-            {"model": service.name, "created_at": now(), **builder.content(""), **end}
-        )
+        name = service.models[service.variant_of(body.model)]
+        return JSONResponse({"model": name, "created_at": now(), **builder.content(""), **end})

@@ -51,7 +51,8 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/api/tags")
     async def tags() -> dict[str, Any]:
-        return {"models": [_entry(service) | {"modified_at": _time(service.created)}]}
+        modified = {"modified_at": _time(service.created)}
+        return {"models": [_entry(service, name) | modified for name in service.models]}
 
     @routes.get("/api/ps")
     async def running() -> dict[str, Any]:
@@ -60,12 +61,12 @@ def router(service: Service) -> APIRouter:
             return {"models": []}
         memory = {"size": rss_bytes() + facts.gpu_bytes, "size_vram": facts.gpu_bytes}
         more = {"context_length": service.engine.context, "expires_at": NEVER}
-        return {"models": [_entry(service) | memory | more]}
+        return {"models": [_entry(service, name) | memory | more for name in service.models]}
 
     @routes.post("/api/show", openapi_extra=openapi_body(OllamaShowRequest))
     async def show(request: Request) -> dict[str, Any]:
         body = await read_body(request, service, OllamaShowRequest)
-        service.check_model(body.model or body.name or "")
+        service.variant_of(body.model or body.name or "")
         return _description(service)
 
     for name in REFUSED:
@@ -83,9 +84,9 @@ def _add_refusal(routes: APIRouter, name: str) -> None:
         raise ApiError(501, f"this server has one model, and does not {work}")
 
 
-def _entry(service: Service) -> dict[str, Any]:
-    """Describe the served model in an Ollama list; sizes only once it is loaded."""
-    entry: dict[str, Any] = {"name": service.name, "model": service.name}
+def _entry(service: Service, name: str) -> dict[str, Any]:
+    """Describe a served model in an Ollama list; sizes only once it is loaded."""
+    entry: dict[str, Any] = {"name": name, "model": name}
     facts = model_facts(service.engine)
     if facts is not None:
         entry |= {"size": facts.nbytes, "digest": facts.digest, "details": _details(facts)}

@@ -88,18 +88,19 @@ class PromptFolder:
 
     # ---- look-up
 
-    def find(self, ids: Ids, most: int, grid: int = 1) -> Match:
+    def find(self, ids: Ids, most: int, grid: int = 1, root: str = "") -> Match:
         """Find the segments with the longest common prefix with some token ids.
 
         most: most tokens of the prefix
         grid: the prefix has a multiple of this many tokens
+        root: the parent of the first segment, as `root_of` a variant of the model
         """
         with self._lock:
             best, todo = Match(), [Match()]
             while todo:
                 chain, at = todo.pop()
                 further = ids[at:most]
-                parent = chain[-1].name_digest if chain else ""
+                parent = chain[-1].name_digest if chain else root
                 for each in self._children.get(parent, ()) if further.size else ():
                     if each.first_id != further[0] or each.begin != at:
                         continue

@@ -51,7 +51,7 @@ class Segment:
     """Description of one segment file of the prompt cache.
 
     key:    digest of the model and of all else that the bits of keys and values depend on
-    parent: name digest of the segment before; empty for the first one
+    parent: name digest of the segment before; for the first one, `root_of` the model's variant
     begin:  position of the segment's first token
     blocks: types and shapes of keys and values, of each layer in turn
     crc32:  of the keys and values, in hexadecimal
@@ -113,6 +113,14 @@ class Segment:
     def has_window_states(self, windows: Sequence[int]) -> bool:
         """Tell whether the segment is the last of a sequence whose window states it has."""
         return all(self.blocks[2 * i].tokens for i, window in enumerate(windows) if window)
+
+
+def root_of(variant: int) -> str:
+    """Return the parent of the first segments of a variant of the model.
+
+    Variants share a model key, and no segments.
+    """
+    return f"variant {variant}" if variant else ""
 
 
 def _name(index: int) -> str:

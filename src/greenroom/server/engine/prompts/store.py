@@ -27,7 +27,7 @@ from greenroom.hf.kv.stored import StoredBlock, copy_in, copy_out, tensors_of, t
 from greenroom.runtime.driver.disk_turns import DiskTurns
 from greenroom.server.engine.prefixes import Ids, PrefixEntry
 from greenroom.server.engine.prompts.folder import Match, PromptFolder
-from greenroom.server.engine.prompts.segment import Segment, checksum
+from greenroom.server.engine.prompts.segment import Segment, checksum, root_of
 
 RESCAN_S = 5.0  # between two looks at what other processes have written
 LEAST_TOKENS = 64  # of a sequence that is written
@@ -134,17 +134,17 @@ class PromptStore:
 
     # ---- the engine's thread
 
-    def find(self, ids: Ids, least: int, grid: int) -> Match:
+    def find(self, ids: Ids, least: int, grid: int, variant: int = 0) -> Match:
         """Find the longest prefix of a prompt on disk that has at least `least` tokens.
 
-        The prompt's last token is left out, and the prefix has a multiple of `grid` tokens. The
-        result has no tokens if there is none.
+        It was computed by the same `variant` of the model. The prompt's last token is left out, and
+        the prefix has a multiple of `grid` tokens. The result has no tokens if there is none.
         """
         if time.monotonic() - self.folder.scan_time > RESCAN_S:
             with self._changed:
                 self._scans = True
                 self._changed.notify_all()
-        match = self.folder.find(ids, ids.size - 1, grid)
+        match = self.folder.find(ids, ids.size - 1, grid, root_of(variant))
         if match.tokens >= least:
             self.counts.hits += 1
             return match
@@ -331,25 +331,25 @@ class PromptStore:
             is_late = self._end_by is not None and time.monotonic() >= self._end_by
             if save.cancelled:
                 break
-            if is_late or not self._write(save.ids, save.tensors, begin, chain):
+            if is_late or not self._write(save, entry.variant, begin, chain):
                 self.counts.dropped += 1
                 break
         entry.saved = tuple(each for each in chain if each.ids.size == folder.tokens)
         folder.touch(chain)
 
-    def _write(self, ids: Ids, tensors: list[Tensor], begin: int, chain: list[Segment]) -> bool:
+    def _write(self, save: PromptSave, variant: int, begin: int, chain: list[Segment]) -> bool:
         """Write one segment after those in `chain`, unless it is there; add it to the chain.
 
         Returns False if there is no room for the segment.
         """
-        folder = self.folder
+        folder, ids, tensors = self.folder, save.ids, save.tensors
         end = min(begin + folder.tokens, ids.size)
         parts = token_range(tensors, folder.windows, begin, end, end == ids.size)
         blocks = tuple(map(StoredBlock.of, parts))
         if sum(block.nbytes for block in blocks) > self._buffer.size:
             return False
         data = copy_out(parts, self._buffer)
-        parent = chain[-1].name_digest if chain else ""
+        parent = chain[-1].name_digest if chain else root_of(variant)
         own_ids = ids[begin:end].astype(np.int32)
         segment = Segment(folder.key, parent, begin, own_ids, blocks, checksum(data))
         if segment not in folder and (any(folder.windows) or not folder.extends(segment)):
