@@ -166,12 +166,13 @@ def _shown(args: argparse.Namespace, model: Any, out: _Out) -> Iterator[tuple[On
     from greenroom.cli.screen.frame import ModelFacts, RunReader
     from greenroom.cli.screen.layout import View
     from greenroom.cli.screen.screen import NO_TERMINAL, LiveScreen, has_terminal
+    from greenroom.cli.serve import name_of
 
     if not has_terminal():
         print(NO_TERMINAL, file=sys.stderr)
         yield lambda clock: None, out.write
         return
-    reader, view = RunReader(model), View(ModelFacts.of(args.model, model.greenroom))
+    reader, view = RunReader(model), View(ModelFacts.of(name_of(args.model), model.greenroom))
     with LiveScreen(view, reader.read, lambda text, reasoning: out.write(text)) as screen:
         yield reader.start, screen.write
 

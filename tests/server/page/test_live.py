@@ -13,6 +13,7 @@ import pytest
 
 from greenroom.core.scheduler.view import ExpertState
 from greenroom.hf.attach import snapshot
+from greenroom.runtime.driver.meter import LinkMeter
 from greenroom.server.page import live
 from greenroom.server.page.broadcast import BYTES_PER_S, FRAME_S
 from greenroom.server.page.live import EngineFrames
@@ -145,7 +146,7 @@ class BusyEngine:
             counted=lambda: SimpleNamespace(**dict.fromkeys(snapshot.OUTCOMES, 10**7)),
             accuracy=SimpleNamespace(share=lambda: 0.123456),
         )
-        link = SimpleNamespace(nbytes=10**13, busy_s=98765.4321)
+        link = LinkMeter(nbytes=10**13, busy_s=98765.4321)
         guard = SimpleNamespace(verdict="prefetching off: tokens took 15 % longer with it " * 2)
         driver = SimpleNamespace(
             pieces=SimpleNamespace(offsets=offsets),

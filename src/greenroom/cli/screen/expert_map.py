@@ -43,12 +43,14 @@ WIDEST = 3  # cells of an expert
 NONE = -1  # in a grid: no expert there
 BLEND = 0.75  # of the mark's colour in an expert that was just used, where no dot has room
 COARSE = 8  # of mean colours, so that there are few
-CHARACTERS = {  # where a terminal has no shades of colours
+# Where a terminal has no shades of colours: of a state, and of an expert that was just used.
+CHARACTERS = {
     ExpertState.ABSENT: ("·", DIM),
     ExpertState.IN_FLIGHT: ("↓", Style(color="red")),
     ExpertState.PREFETCHED: ("+", Style(color="green")),
-    ExpertState.RESIDENT: ("█", Style(color="blue")),
+    ExpertState.RESIDENT: ("○", Style(color="blue")),
 }
+USED_CHARACTER = ("●", Style(color="yellow"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ def legend(form: Fit, look: Look) -> list[Line]:
     if look.shades:
         items += [line_of(used, " just used"), line_of(("brighter: used more", DIM))]
     elif marks:
-        items.append(line_of(("reversed", Style(reverse=True)), " just used"))
+        items.append(line_of(USED_CHARACTER, " just used"))
     return items
 
 
@@ -247,9 +249,9 @@ def _states(row: Grid, cache: CacheSnapshot, wide: int) -> Line:
         if expert == NONE:
             line.append(Segment(" " * wide, PLAIN))
             continue
-        character, style = CHARACTERS[ExpertState(int(cache.states[expert]))]
-        reverse = Style(reverse=True) if cache.used[expert] else PLAIN
-        line.append(Segment(character.ljust(wide), style + reverse))
+        state = ExpertState(int(cache.states[expert]))
+        character, style = USED_CHARACTER if cache.used[expert] else CHARACTERS[state]
+        line.append(Segment(character.ljust(wide), style))
     return line
 
 
@@ -264,10 +266,12 @@ def _sides(totals: LayerTotals, first: Grid, side: int) -> list[Line]:
     most = max(float(stalls.max()), 1e-3)
     return [
         [
-            *_side(f"{share:.0%}", share, MISSES, side),
+            *_side(f"{share:.0%}" if all_ else "", share, MISSES, side),
             *_side(_seconds(stall), stall / most, STALLS, side),
         ]
-        for share, stall in zip(shares.tolist(), stalls.tolist(), strict=True)
+        for share, all_, stall in zip(
+            shares.tolist(), (hits + misses).tolist(), stalls.tolist(), strict=True
+        )
     ]
 
 
@@ -279,6 +283,9 @@ def _side(number: str, share: float, style: Style, side: int) -> Line:
 
 
 def _seconds(value: float) -> str:
+    """Format seconds in at most five cells; none below half a millisecond."""
+    if value < 0.0005:
+        return ""
     if value < 0.9995:
         return f"{1000 * value:.0f}ms"
     return f"{value:.1f}s" if value < 99.95 else f"{value:.0f}s"

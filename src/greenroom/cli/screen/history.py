@@ -86,7 +86,7 @@ class History:
         if not seconds:
             return None
         waited = sum(self.last.cache.stalls) - sum(before.cache.stalls)
-        return min(1.0, max(0.0, waited / seconds))
+        return _share(waited / seconds)
 
     def layers(self) -> LayerTotals:
         """Return hits, misses and stalls of each layer over the last minute."""
@@ -103,7 +103,7 @@ class History:
         if not seconds:
             return [LinkRate(0.0, 0.0) for _ in self.last.cache.links]
         return [
-            LinkRate((a.nbytes - b.nbytes) / seconds, min(1.0, (a.busy_s - b.busy_s) / seconds))
+            LinkRate((a.nbytes - b.nbytes) / seconds, _share((a.busy_s - b.busy_s) / seconds))
             for a, b in zip(self.last.cache.links, before.cache.links, strict=True)
         ]
 
@@ -112,3 +112,8 @@ class History:
         until = self.last.at - span
         found = next((each for each in reversed(self.frames) if each.at <= until), self.frames[0])
         return found, self.last.at - found.at
+
+
+def _share(value: float) -> float:
+    """Limit a share to 0 to 1: counters of one frame may be a moment apart."""
+    return min(1.0, max(0.0, value))

@@ -32,6 +32,7 @@ PARTS = (  # of memory, each with a short name
     ("buffers", "buffers"), ("the rest", "rest"),
 )  # fmt: skip
 FILLS = "█▓▒░·"  # of the parts of memory, where they have no colours
+GUARD_LINES = 2  # the most of a verdict
 TEXT_CHARACTERS = 20_000  # the most that is wrapped: far more than a screen holds
 
 
@@ -202,15 +203,14 @@ def prefetching(facts: ModelFacts, history: History, width: int) -> list[Line]:
         line_of(("accuracy ", DIM), "–" if now.accuracy is None else f"{now.accuracy:.0%}"),
         line_of(f"{begun:,}", (" begun" + (": " + ", ".join(shares) if shares else ""), DIM)),
     ]
-    lines = flow(items, width)
-    verdict = now.verdict
-    if verdict is None:
-        full = cache.capacity >= sum(facts.layers)
-        verdict = (
-            "every expert has a slot, so nothing is predicted" if full
-            else "passes with and without prefetching are not compared yet"
-        )  # fmt: skip
-    lines += [line_of((row, DIM)) for row in wrap(f"Guard: {verdict}", width)[:2]]
+    if now.verdict is not None:
+        guard = wrap(f"Guard: {now.verdict}", width)[:GUARD_LINES]
+    elif cache.capacity >= sum(facts.layers):
+        guard = ["every expert has a slot, so nothing is predicted"]
+    else:
+        guard = []
+        items.append(line_of(("guard: no verdict yet", DIM)))
+    lines = flow(items, width) + [line_of((row, DIM)) for row in guard]
     return [fit(line, width) for line in lines]
 
 

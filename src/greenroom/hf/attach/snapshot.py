@@ -104,7 +104,7 @@ class SnapshotReader:
         self._uses = uses
         misses = driver.miss_counts.tolist()
         requests = by_layer(uses, np.asarray(driver.pieces.offsets))
-        states, counts = view.expert_states(), view.counted()
+        states, counts, clock = view.expert_states(), view.counted(), time.perf_counter()
         return CacheSnapshot(
             capacity=self._greenroom.capacity,
             present=int(np.count_nonzero(states)),
@@ -113,7 +113,7 @@ class SnapshotReader:
             misses=misses,
             stalls=list(meter.layer_stalls),
             links=[
-                LinkState(link.nbytes, link.busy_s, *lengths)
+                LinkState(link.nbytes, link.busy_until(clock), *lengths)
                 for link, lengths in zip(meter.links, view.queue_lengths(), strict=True)
             ],
             prefetch=PrefetchState(
