@@ -5,14 +5,11 @@ When it ends, however that is, the terminal is as it was, and the text is writte
 
 from __future__ import annotations
 
-import contextlib
 import io
 import sys
-import termios
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from rich.color import ColorSystem
 from rich.console import Console
@@ -22,13 +19,12 @@ from greenroom.cli.screen.frame import Frame
 from greenroom.cli.screen.layout import View, draw
 from greenroom.cli.screen.lines import ASCII, Line
 from greenroom.cli.screen.palette import PLAIN, Look
-from greenroom.interrupts import defer_interrupts, undo_on_interrupt
+from greenroom.cli.screen.screen_mode import ScreenMode
+from greenroom.interrupts import defer_interrupts
 
 EVERY_S = 0.25  # between two frames
 SHARE = 0.05  # the most of the time that frames take; they come less often where they take more
-# The second buffer without a cursor and without line breaks at the right edge, and back.
-ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
-LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
+CLEAR = "\x1b[2J"
 BEGIN, END = "\x1b[?2026h", "\x1b[?2026l"  # the terminal shows a frame at once, if it can
 SYSTEMS = {
     "standard": ColorSystem.STANDARD,
@@ -55,26 +51,23 @@ class LiveScreen:
 
     def __init__(self, view: View, read: Callable[[], Frame], on_text: OnText) -> None:
         self._view, self._read, self._on_text = view, read, on_text
-        self._painter = Painter(Console(file=sys.stdout))
-        self._stopped, self._open = threading.Event(), False
+        self._mode = ScreenMode(sys.stdout)
+        self._painter = Painter(Console(file=sys.stdout), self._mode)
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._draw, name="live-screen", daemon=True)
         self._failure: BaseException | None = None
         self._errors, self._stderr = io.StringIO(), sys.stderr
-        self._echo: list[Any] | None = None
-        self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> LiveScreen:
         self._view.text = []
         try:
             with defer_interrupts():
-                self._undo.enter_context(undo_on_interrupt(self._restore))
-                self._open, self._echo = True, stop_echo()
+                self._mode.enter()
                 if sys.stderr.isatty():  # messages would be drawn over
                     sys.stderr = self._errors
-                self._painter.write(ENTER)
                 self._thread.start()
         except BaseException:
-            self._leave()
+            self._end()
             raise
         return self
 
@@ -88,32 +81,21 @@ class LiveScreen:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with defer_interrupts():
-            self._leave()
+            self._end()
         if kind is None and self._failure is not None:
             raise self._failure
 
-    def _leave(self) -> None:
+    def _end(self) -> None:
         """End the thread, restore the terminal, and write text and messages to it."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._restore()
-        self._undo.close()
+        self._mode.leave()
+        sys.stderr = self._stderr
         for text, reasoning in self._view.text:
             self._on_text(text, reasoning)
         self._stderr.write(self._errors.getvalue())
         self._stderr.flush()
-
-    def _restore(self) -> None:
-        """Restore the terminal's first buffer, cursor and echo; a second call does nothing."""
-        if not self._open:
-            return
-        self._open = False
-        self._stopped.set()
-        with contextlib.suppress(OSError, ValueError):  # the terminal is gone
-            self._painter.write(LEAVE)
-        restore_echo(self._echo)
-        sys.stderr = self._stderr
 
     def _draw(self) -> None:
         try:
@@ -130,30 +112,26 @@ class LiveScreen:
 class Painter:
     """Draws lines on a terminal: those that have changed, or all after a change of its size."""
 
-    def __init__(self, console: Console) -> None:
-        self._console, self.look = console, Look.of(console)
+    def __init__(self, console: Console, mode: ScreenMode) -> None:
+        self._console, self._mode, self.look = console, mode, Look.of(console)
         self._system = SYSTEMS.get(console.color_system or "")
         self._shown: list[str] = []
-        self._size = (0, 0)
+        self._state = (0, (0, 0))  # number of the screen, and the terminal's size
         self._styles: dict[Style, Style] = {}
-
-    def write(self, text: str) -> None:
-        self._console.file.write(text)
-        self._console.file.flush()
 
     def paint(self, view: View) -> None:
         """Draw a view in the terminal's present size."""
         size = self._console.size
         lines = [self._encode(line) for line in draw(view, *size, self.look)]
-        out = []
-        if size != self._size:
-            self._size, self._shown = size, [""] * len(lines)
-            out.append("\x1b[2J")
+        out = [BEGIN]
+        if (state := (self._mode.begun, size)) != self._state:
+            self._state, self._shown = state, [""] * len(lines)
+            out.append(CLEAR)
         for row, (text, before) in enumerate(zip(lines, self._shown, strict=True)):
             if text != before:
                 out.append(f"\x1b[{row + 1};1H{text}")
         self._shown = lines
-        self.write(BEGIN + "".join(out) + END)
+        self._mode.write("".join([*out, END]))
 
     def _encode(self, line: Line) -> str:
         text = "".join(
@@ -169,22 +147,3 @@ class Painter:
         if style not in self._styles:
             self._styles[style] = style.without_color
         return self._styles[style]
-
-
-def stop_echo() -> list[Any] | None:
-    """Stop the terminal from showing what is typed; return its settings, None without one."""
-    try:
-        settings = termios.tcgetattr(0)
-        quiet = [*settings]
-        quiet[3] = settings[3] & ~termios.ECHO
-        termios.tcsetattr(0, termios.TCSANOW, quiet)
-    except (OSError, termios.error):
-        return None
-    return settings
-
-
-def restore_echo(settings: list[Any] | None) -> None:
-    """Restore the settings that `stop_echo` returned."""
-    if settings is not None:
-        with contextlib.suppress(OSError, termios.error):
-            termios.tcsetattr(0, termios.TCSANOW, settings)

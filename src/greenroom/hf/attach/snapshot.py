@@ -88,8 +88,8 @@ class SnapshotReader:
         self._greenroom = greenroom
         self._dense = dense_bytes(model)
         self._uses: Ints | None = None  # of the last snapshot
-        self._memory_at = float("-inf")
-        self._memory: MemoryParts | None = None
+        self._process_at = float("-inf")
+        self._process: int | None = None  # bytes; None with a GPU
 
     def forget(self) -> None:
         """Forget the last snapshot: the next one counts no expert as just used."""
@@ -128,22 +128,20 @@ class SnapshotReader:
         )
 
     def _read_memory(self, keys_values: int) -> MemoryParts:
-        """Return the memory by part, read anew every few seconds."""
-        now = time.monotonic()
-        if self._memory is not None and now < self._memory_at + MEMORY_S:
-            return self._memory
-        greenroom = self._greenroom
+        """Return the memory by part; that of the process is read anew every few seconds."""
+        greenroom, now = self._greenroom, time.monotonic()
         setup, budget = greenroom.setup, greenroom.slot_budget
+        if not setup.cuda and now >= self._process_at + MEMORY_S:
+            self._process_at, self._process = now, rss_bytes()
         need = budget.first_block_needs() if budget is not None else None
-        self._memory_at, self._memory = now, MemoryParts(
+        return MemoryParts(
             setup.budget_bytes,
-            None if setup.cuda else rss_bytes(),
+            self._process,
             self._dense,
             greenroom.capacity * setup.catalog.slot_bytes,
             keys_values,
             need.staging + need.workspace if need is not None else None,
-        )  # fmt: skip
-        return self._memory
+        )
 
 
 def by_layer(values: Ints, offsets: Ints) -> list[int]:
