@@ -127,9 +127,9 @@ def wrap(text: str, width: int) -> list[str]:
                 lines.append(line)
                 line, room = "", width
             while size > width:
-                head = _head(word, width if not line else room - 1)
-                lines.append(f"{line} {head}" if line else head)
-                word, line, room = word[len(head) :], "", width
+                head = _head(word, width)
+                lines.append(head)
+                word = word[len(head) :]
                 size = cell_len(word)
             line, room = (f"{line} {word}", room - size - 1) if line else (word, room - size)
         lines.append(line)
