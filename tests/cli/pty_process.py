@@ -61,7 +61,10 @@ class PtyProcess:
         while text not in self.shown:
             assert time.monotonic() < end, repr(self.shown)
             if select.select([self.fd], [], [], 0.1)[0]:
-                self._read()
+                try:
+                    self._read()
+                except OSError as error:  # the terminal goes with its process
+                    raise AssertionError(f"{text!r} is not in {self.everything!r}") from error
         self.shown = self.shown.partition(text)[2]
 
     def type(self, text: str) -> None:

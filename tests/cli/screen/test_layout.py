@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.cli.screen.layout import BESIDE, View, draw
+from greenroom.cli.screen.layout import TEXT_COLUMN_WIDTH, View, draw
 from greenroom.cli.screen.lines import length
 from greenroom.cli.screen.palette import Look
 from greenroom.hf.attach.snapshot import LinkState
@@ -55,10 +55,10 @@ def test_a_frame_of_24_lines() -> None:
 
 
 def test_the_text_is_beside_the_numbers_where_there_is_room() -> None:
-    lines = texts(draw(view(), BESIDE, 30, PLAIN))
+    lines = texts(draw(view(), TEXT_COLUMN_WIDTH, 30, PLAIN))
     assert lines[4].split(" │ ") == [lines[4].split(" │ ")[0], "Text"]
     assert lines[5].endswith(" │ Once upon a time there was a fox.")
-    assert " │ " not in "".join(texts(draw(view(), BESIDE - 1, 30, PLAIN)))
+    assert " │ " not in "".join(texts(draw(view(), TEXT_COLUMN_WIDTH - 1, 30, PLAIN)))
 
 
 def test_the_map_comes_first_where_room_is_short() -> None:

@@ -10,11 +10,11 @@ from rich.cells import cell_len
 from greenroom.cli.screen.lines import (
     ASCII,
     bar,
-    beside,
     columns,
     fit,
     flow,
     join,
+    join_blocks,
     length,
     line_of,
     safe,
@@ -48,7 +48,7 @@ def test_items_flow_to_the_next_line() -> None:
 
 def test_blocks_beside_each_other() -> None:
     short, long = [line_of("ab")], [line_of("c"), line_of("d")]
-    assert texts(beside([(short, 2), (long, 1)], "|")) == ["ab|c", "  |d"]
+    assert texts(join_blocks([(short, 2), (long, 1)], "|")) == ["ab|c", "  |d"]
 
 
 @pytest.mark.parametrize(

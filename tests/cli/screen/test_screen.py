@@ -153,12 +153,12 @@ def test_the_text_is_written_when_the_screen_has_ended(monkeypatch: pytest.Monke
 
     with LiveScreen(view, read, lambda *part: written.append(part)) as shown:
         shown.write("Hm.", True)
-        shown.write("Hel")
-        shown.write("lo")
+        shown.write("Good ")
+        shown.write("day")
         print("a warning", file=sys.stderr)
         assert drawn.wait(20)
         assert written == []
-    assert written == [("Hm.", True), ("Hello", False)]
+    assert written == [("Hm.", True), ("Good day", False)]
     assert sys.stderr is terminal
     text = terminal.getvalue()
     assert text.startswith(ENTER)

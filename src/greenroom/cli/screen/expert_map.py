@@ -21,10 +21,10 @@ from greenroom.cli.screen.palette import (
     AHEAD,
     DIM,
     FLIGHT,
+    GREY,
     MISSES,
     PLAIN,
     RESIDENT,
-    REST,
     SHADES,
     STALLS,
     USED,
@@ -131,7 +131,7 @@ def legend(form: Fit, look: Look) -> list[Line]:
     """Return the items that explain the map, the most important first."""
     if look.shades:
         marks = [("■", Style.parse(RESIDENT[3])), ("■", Style.parse(FLIGHT)),
-                 ("■", Style.parse(AHEAD)), ("■", REST)]  # fmt: skip
+                 ("■", Style.parse(AHEAD)), ("■", GREY)]  # fmt: skip
     elif not form.folded:
         order = (ExpertState.RESIDENT, ExpertState.IN_FLIGHT, ExpertState.PREFETCHED,
                  ExpertState.ABSENT)  # fmt: skip
@@ -173,10 +173,10 @@ def _colours(ids: Grid, cache: CacheSnapshot) -> NDArray[np.float64]:
 
 def _codes(colours: NDArray[np.float64]) -> Grid:
     """Return colours as numbers 0xrrggbb; -1 for NaN."""
-    known = ~np.isnan(colours[..., 0])
-    whole = np.nan_to_num(colours).round().astype(np.int64)
-    codes = whole[..., 0] << 16 | whole[..., 1] << 8 | whole[..., 2]
-    return np.where(known, codes, NONE)
+    present = ~np.isnan(colours[..., 0])
+    parts = np.nan_to_num(colours).round().astype(np.int64)
+    codes = parts[..., 0] << 16 | parts[..., 1] << 8 | parts[..., 2]
+    return np.where(present, codes, NONE)
 
 
 def _exact_rows(ids: Grid, cache: CacheSnapshot, form: Fit) -> list[Line]:
@@ -198,8 +198,8 @@ def _mean_rows(ids: Grid, cache: CacheSnapshot, form: Fit) -> list[Line]:
     colours = _colours(ids, cache)
     used = (cache.used[ids] & (ids >= 0))[..., None]
     colours = np.where(used, (1 - BLEND) * colours + BLEND * np.array(rgb(USED)), colours)
-    means = fold(colours, form.bands, form.columns)
-    codes = _codes(np.minimum(255, COARSE * (means / COARSE).round()))
+    averages = fold(colours, form.bands, form.columns)
+    codes = _codes(np.minimum(255, COARSE * (averages / COARSE).round()))
     if form.halves == 1:
         return [_runs(np.full_like(row, NONE), row, " ", form.wide) for row in codes]
     if len(codes) % 2:
@@ -209,9 +209,9 @@ def _mean_rows(ids: Grid, cache: CacheSnapshot, form: Fit) -> list[Line]:
 
 def fold(values: NDArray[np.float64], bands: int, columns: int) -> NDArray[np.float64]:
     """Return means over groups of rows and columns, without NaN; NaN where nothing else is."""
-    known = ~np.isnan(values)
+    present = ~np.isnan(values)
     sums: list[NDArray[np.float64]] = []
-    for each in (np.where(known, values, 0.0), known.astype(np.float64)):
+    for each in (np.where(present, values, 0.0), present.astype(np.float64)):
         rows = np.add.reduceat(each, starts(values.shape[0], bands), 0)
         sums.append(np.add.reduceat(rows, starts(values.shape[1], columns), 1))
     total, count = sums

@@ -17,7 +17,7 @@ WAITING, PROMPT, ANSWER = "waiting", "prompt", "answer"
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What stays the same while a model runs: names, and the number of experts of each layer."""
+    """Names of a running model and its parts, and each layer's number of experts."""
 
     title: str
     layers: tuple[int, ...]
@@ -86,8 +86,8 @@ class RunReader:
             time.perf_counter() - clock.begin,
         )  # fmt: skip
         ttfts = (clock.times[0] - clock.begin,) if new else ()
-        held = self._keys_values.held_bytes(clock.prompt_tokens + new)
-        return Frame(now, new, ttfts, (request,), self._reader.read(held))
+        keys_values = self._keys_values.held_bytes(clock.prompt_tokens + new)
+        return Frame(now, new, ttfts, (request,), self._reader.read(keys_values))
 
 
 class EngineReader:
@@ -102,13 +102,13 @@ class EngineReader:
         (running, waiting), totals = engine.sequences(), engine.totals
         ttfts = [one.ttft_s for _, one in list(totals.recent) if one.ttft_s is not None]
         ttfts += [each.answered - each.arrived for each in running if each.answered is not None]
-        held = engine.admission.reserved + engine.admission.prefixes.nbytes
+        keys_values = engine.admission.reserved + engine.admission.prefixes.nbytes
         return Frame(
             now,
             totals.new_tokens + sum(each.new for each in running),
             tuple(ttfts),
             tuple(_request(each, now) for each in (*running, *waiting)),
-            self._reader.read(held),
+            self._reader.read(keys_values),
         )
 
 

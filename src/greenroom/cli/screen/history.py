@@ -25,7 +25,7 @@ class LayerTotals:
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """Bytes a second of a link, and the share of the time in which it was busy."""
+    """Bytes a second of a link, and its busy share of the time."""
 
     nbytes: float
     busy: float
@@ -110,8 +110,8 @@ class History:
     def _before(self, span: float) -> tuple[Frame, float]:
         """Return the frame `span` seconds ago, or the first, and the seconds since then."""
         until = self.last.at - span
-        found = next((each for each in reversed(self.frames) if each.at <= until), self.frames[0])
-        return found, self.last.at - found.at
+        frame = next((each for each in reversed(self.frames) if each.at <= until), self.frames[0])
+        return frame, self.last.at - frame.at
 
 
 def _share(value: float) -> float:

@@ -9,10 +9,10 @@ from greenroom.cli.screen import panels
 from greenroom.cli.screen.expert_map import fit_map, legend, map_lines, side_titles
 from greenroom.cli.screen.frame import ModelFacts
 from greenroom.cli.screen.history import History
-from greenroom.cli.screen.lines import Line, beside, fit, heading, join, line_of, spread
+from greenroom.cli.screen.lines import Line, fit, heading, join, join_blocks, line_of, spread
 from greenroom.cli.screen.palette import DIM, Look
 
-BESIDE = 110  # columns from which the text is beside the numbers
+TEXT_COLUMN_WIDTH = 110  # columns from which the text is beside the numbers
 TEXT_SHARE, TEXT_LEAST, TEXT_MOST = 0.3, 36, 80  # columns of the text beside the numbers
 FEWEST = 4  # lines of the text, its title included, and of the map with its two
 MAP_SHARE = 0.6  # of the lines with numbers, which the map has first
@@ -23,7 +23,7 @@ Text = Sequence[tuple[str, bool]]
 
 @dataclass(slots=True)
 class View:
-    """What the live screen shows: a model's facts, its frames, and the text so far."""
+    """Content of the live screen: a model's facts, its frames, and the text so far."""
 
     facts: ModelFacts
     history: History = field(default_factory=History)
@@ -38,13 +38,13 @@ def draw(view: View, width: int, height: int, look: Look) -> list[Line]:
         top.append([])
     top += panels.tiles(view.history, width, charts)
     room = height - len(top)
-    if width >= BESIDE and room > FEWEST:
+    if width >= TEXT_COLUMN_WIDTH and room > FEWEST:
         wide = min(TEXT_MOST, max(TEXT_LEAST, round(TEXT_SHARE * width)))
         left = width - wide - 3
         numbers = _numbers(view, left, room - 1, look)
         text = [fit(heading("Text"), wide), *panels.answer(view.text, wide, room - 2)]
         numbers += [[]] * (room - 1 - len(numbers))
-        lines = [*top, [], *beside([(numbers, left), (text, wide)], " │ ")]
+        lines = [*top, [], *join_blocks([(numbers, left), (text, wide)], " │ ")]
     else:
         numbers = _numbers(view, width, room - FEWEST, look) if room > FEWEST else []
         lines = [*top, *numbers]

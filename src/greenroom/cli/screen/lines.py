@@ -52,10 +52,10 @@ def fit(line: Line, width: int) -> Line:
 
 def spread(left: Line, right: Line, width: int) -> Line:
     """Put one line at the left and another at the right; the left one is cut where it must."""
-    taken = length(right)
-    if taken + 2 > width:
+    reserved = length(right)
+    if reserved + 2 > width:
         return fit(left, width)
-    return [*fit(left, width - taken - 1), Segment(" ", PLAIN), *right]
+    return [*fit(left, width - reserved - 1), Segment(" ", PLAIN), *right]
 
 
 def heading(title: str, note: str = "") -> Line:
@@ -82,7 +82,7 @@ def flow(items: Sequence[Line], width: int) -> list[Line]:
     return lines
 
 
-def beside(blocks: Sequence[tuple[list[Line], int]], gap: str) -> list[Line]:
+def join_blocks(blocks: Sequence[tuple[list[Line], int]], gap: str) -> list[Line]:
     """Put blocks of lines beside each other; a block's lines have its width, or are empty."""
     lines = []
     for row in zip_longest(*(block for block, _ in blocks), fillvalue=None):
@@ -97,14 +97,15 @@ def beside(blocks: Sequence[tuple[list[Line], int]], gap: str) -> list[Line]:
 def bar(share: float, width: int) -> str:
     """Return a horizontal bar of eighths of cells."""
     eighths = round(8 * width * min(1.0, max(0.0, share)))
-    full, rest = divmod(eighths, 8)
-    return ("█" * full + (ACROSS[rest] if rest else "")).ljust(width)
+    full, part = divmod(eighths, 8)
+    return ("█" * full + (ACROSS[part] if part else "")).ljust(width)
 
 
 def columns(values: Sequence[float | None], top: float, height: int) -> list[str]:
-    """Return the rows of a chart with a column of at most `height` cells for each value.
+    """Return the rows of a chart with a column for each value.
 
-    A value above 0 has at least an eighth of a cell; None leaves its column empty.
+    Columns have at most `height` cells. A value above 0 has at least an eighth of a cell; None
+    leaves its column empty.
     """
     eighths = [
         0 if value is None or value <= 0 else max(1, round(8 * height * min(1.0, value / top)))
@@ -117,7 +118,7 @@ def columns(values: Sequence[float | None], top: float, height: int) -> list[str
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Break a text into lines of at most `width` cells, at spaces where there are any."""
+    """Break a text into lines of at most `width` cells, at spaces where possible."""
     lines: list[str] = []
     for paragraph in text.split("\n"):
         line, room = "", width

@@ -24,13 +24,13 @@ BOLD, DIM = Style(bold=True), Style(dim=True)
 SPEED, TTFT = Style.parse("#5b93e6"), Style.parse("#e0803f")
 RATIO, WAITS = Style.parse("#2fae85"), Style.parse("#a878e0")
 MISSES, STALLS = TTFT, WAITS
-REST = Style.parse("#6b7078")
-MEMORY = SPEED, TTFT, RATIO, WAITS, REST  # slots, dense, keys and values, buffers, the rest
+GREY = Style.parse("#6b7078")
+MEMORY = SPEED, TTFT, RATIO, WAITS, GREY  # slots, dense, keys and values, buffers, the rest
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a terminal can show: shades of colours in cells, colours at all, and Unicode."""
+    """Abilities of a terminal: shades of colours in cells, colours at all, and Unicode."""
 
     shades: bool = True
     colour: bool = True

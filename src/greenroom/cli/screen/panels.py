@@ -11,11 +11,11 @@ from greenroom.cli.screen.history import History
 from greenroom.cli.screen.lines import (
     DOTS,
     Line,
-    beside,
     columns,
     fit,
     flow,
     heading,
+    join_blocks,
     length,
     line_of,
     safe,
@@ -62,8 +62,8 @@ def _request_line(requests: Sequence[RequestState]) -> Line:
 
 def show_age(seconds: float) -> str:
     """Format seconds without decimals, or as minutes and seconds."""
-    whole = int(seconds)
-    return f"{whole} s" if whole < 60 else f"{whole // 60}:{whole % 60:02d} min"
+    minutes, left = divmod(int(seconds), 60)
+    return f"{minutes}:{left:02d} min" if minutes else f"{left} s"
 
 
 def tiles(history: History, width: int, height: int) -> list[Line]:
@@ -94,7 +94,7 @@ def tiles(history: History, width: int, height: int) -> list[Line]:
         if unit and length(head) + 1 + len(unit) <= wide:
             head += line_of((f" {unit}", DIM))
         blocks.append(([fit(head, wide), *(line_of((row, style)) for row in chart)], wide))
-    return beside(blocks, " " * TILE_GAP)
+    return join_blocks(blocks, " " * TILE_GAP)
 
 
 def _over_time(
@@ -108,8 +108,8 @@ def _over_time(
         if value is not None and cell >= 0:
             sums[cell] += value
             counts[cell] += 1
-    known = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
-    values = _without_gaps(known)
+    averages = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
+    values = _without_gaps(averages)
     most = max((value for value in values if value is not None), default=0.0)
     return columns(values, top or most or 1.0, height)
 
@@ -136,13 +136,13 @@ def memory(history: History, width: int, look: Look) -> list[Line]:
     budget, process, dense, slots, keys_values, buffers = history.last.cache.memory
     parts = [slots, dense, keys_values] + ([buffers] if buffers is not None else [])
     names = PARTS[: len(parts)]
-    known = sum(parts)
+    counted = sum(parts)
     styles = [*MEMORY[: len(parts)], MEMORY[-1]]
     if process is not None:
-        parts.append(max(0, process - known))
+        parts.append(max(0, process - counted))
         names += PARTS[-1:]
-    used = known if process is None else process
-    total = max(budget or 0, used, known, 1)
+    used = counted if process is None else process
+    total = max(budget or 0, used, counted, 1)
     note = f"{show_bytes(used)} of {show_bytes(budget)}" if budget else f"{show_bytes(used)} in use"
     fills = "█" * len(FILLS) if look.colour else FILLS
     stack: Line = []

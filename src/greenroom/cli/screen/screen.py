@@ -5,7 +5,9 @@ When it ends, however that is, the terminal is as it was, and the text is writte
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import sys
 import threading
 import time
@@ -121,7 +123,7 @@ class Painter:
 
     def paint(self, view: View) -> None:
         """Draw a view in the terminal's present size."""
-        size = self._console.size
+        size = self._terminal_size()
         lines = [self._encode(line) for line in draw(view, *size, self.look)]
         out = [BEGIN]
         if (state := (self._mode.begun, size)) != self._state:
@@ -132,6 +134,14 @@ class Painter:
                 out.append(f"\x1b[{row + 1};1H{text}")
         self._shown = lines
         self._mode.write("".join([*out, END]))
+
+    def _terminal_size(self) -> tuple[int, int]:
+        """Return the terminal's columns and lines now, whatever COLUMNS and LINES were."""
+        with contextlib.suppress(OSError):  # the file is not the terminal itself
+            columns, lines = os.get_terminal_size(self._console.file.fileno())
+            if columns and lines:
+                return columns, lines
+        return self._console.size
 
     def _encode(self, line: Line) -> str:
         text = "".join(

@@ -75,11 +75,11 @@ class ScreenMode:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Take the lock; go on without it if a thread that writes hangs."""
-        taken = self._lock.acquire(timeout=LOCK_S)
+        acquired = self._lock.acquire(timeout=LOCK_S)
         try:
             yield
         finally:
-            if taken:
+            if acquired:
                 self._lock.release()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -157,7 +157,7 @@ def _options(model: PreTrainedModel, sampling: SamplingConfig) -> dict[str, Any]
 
 
 class TokenClock(TextStreamer):
-    """Records the time of each token of an answer, and passes on text in complete words.
+    """Clock of an answer's tokens, which passes on text in complete words.
 
     begin, times: seconds of `time.perf_counter` at the start and at each token
     most_tokens:  the answer's greatest number of tokens
