@@ -28,11 +28,11 @@ import numpy as np
 from common import commit, machine, note, table
 
 from greenroom.core.scheduler.view import ExpertState
+from greenroom.hf.attach.snapshot import by_layer
 from greenroom.server.http.streams import event
 from greenroom.server.page.broadcast import BYTES_PER_S, FRAME_S
 from greenroom.server.page.frames import (
     LevelSlices,
-    by_layer,
     flags_text,
     states_text,
 )

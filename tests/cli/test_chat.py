@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import io
 import os
-import pty
-import select
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from greenroom.cli.screen import screen
 from greenroom.cli.terminal.session import Session, Terminal, closing_line, history_file
 from greenroom.cli.terminal.summary import summary
 from greenroom.errors import GreenroomError
 from greenroom.server.chat.backend import Reply
 from greenroom.server.engine.tokens.reader import AnswerDelta
 from tests.cli.conftest import START, Ran, Run
+from tests.cli.pty_process import PtyProcess
 from tests.server.api.test_operations import STATS
 from tests.server.conftest import Running, fake_engine, launch, reasoning_engine
 
-WITHOUT_TORCH = f"import sys; sys.modules['torch'] = None; {START}"
-# A session leader takes the terminal that it is given; tests in a shell's background ignore Ctrl-C.
-ON_A_TERMINAL = f"""
-import fcntl, signal, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-signal.signal(signal.SIGINT, signal.default_int_handler)
-{WITHOUT_TORCH}"""
+NO_TORCH = "import sys; sys.modules['torch'] = None; "
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 
@@ -75,10 +67,12 @@ _MORE: dict[str, Any] = {
 def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """`talk(talker, "line\\n...")` -> (standard output, standard error)."""
 
-    def call(talker: Any, text: str, system: str | None = None) -> tuple[str, str]:
+    def call(
+        talker: Any, text: str, system: str | None = None, open_screen: Any = None
+    ) -> tuple[str, str]:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         with Terminal() as terminal:
-            Session(talker, terminal, "tiny", system).run()
+            Session(talker, terminal, "tiny", system, open_screen).run()
         found = capsys.readouterr()
         return found.out, found.err
 
@@ -109,6 +103,43 @@ def test_commands(talk: Any) -> None:
     assert "1,234 slots" in err
     assert "hit ratio 50.0%" in err
     assert "/cache SIZE" in err
+
+
+class FakeScreen:
+    """A live screen that stores what it shows, and writes it at its end."""
+
+    def __init__(self, on_text: Any) -> None:
+        self._on_text, self.parts = on_text, list[tuple[str, bool]]()
+
+    def __enter__(self) -> FakeScreen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for part in self.parts:
+            self._on_text(*part)
+
+    def write(self, text: str, reasoning: bool) -> None:
+        self.parts.append((text, reasoning))
+
+
+def test_answers_on_the_live_screen(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "has_terminal", lambda: True)
+    screens: list[FakeScreen] = []
+
+    def open_screen(on_text: Any) -> FakeScreen:
+        screens.append(FakeScreen(on_text))
+        return screens[-1]
+
+    out, err = talk(Echo(), "one\n/live\ntwo\n/live\nthree\n", None, open_screen)
+    assert out == "ONE\nTWO\nTHREE\n"
+    assert [each.parts for each in screens] == [[("hm", True), ("TWO", False)]]
+    assert err.index("the live screen is on") < err.index("the live screen is off")
+
+
+def test_no_live_screen_without_a_terminal_or_with_a_server(talk: Any) -> None:
+    assert f"{screen.NO_TERMINAL}\nthe live screen is off" in talk(Echo(), "/live\n", None, id)[1]
+    with pytest.raises(GreenroomError, match="a server's model is on its own page"):
+        talk(Echo(), "/live\n")
 
 
 def test_what_begins_with_a_space_is_no_command(talk: Any) -> None:
@@ -164,7 +195,7 @@ def server() -> Iterator[Running]:
 
 def remote(url: str, text: str, *argv: str, key: str = "k") -> Ran:
     """`greenroom chat --url` as a process, which needs no torch."""
-    command = [sys.executable, "-c", WITHOUT_TORCH, "chat", "--url", url, *argv]
+    command = [sys.executable, "-c", NO_TORCH + START, "chat", "--url", url, *argv]
     ran = subprocess.run(
         command, input=text, capture_output=True, text=True, timeout=110,
         env={**os.environ, "GREENROOM_API_KEY": key},
@@ -218,6 +249,7 @@ def test_a_server_that_is_not_there() -> None:
             ("--url", "http://localhost:8000", "--no-idle-prefetch"),
             "with --url the server loads the model",
         ),
+        (("--url", "http://localhost:8000", "--live"), "on its page: http://localhost:8000"),
         (("demo", "--api-key-file", "x"), "--api-key-file is for a server"),
     ],
 )
@@ -244,75 +276,28 @@ def test_the_demo_model_on_a_pipe(cli: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert "hit ratio" in ran.err
 
 
-class Screen:
-    """A process on a terminal of its own."""
-
-    def __init__(self, *argv: str, env: dict[str, str]) -> None:
-        self.shown = ""
-        self.fd, other = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", ON_A_TERMINAL, *argv],
-            stdin=other, stdout=other, stderr=other, env={**os.environ, **env},
-            start_new_session=True,
-        )  # fmt: skip
-        os.close(other)
-
-    def until(self, text: str, seconds: float = 60) -> None:
-        """Read until this is shown, after what was waited for before."""
-        end = time.monotonic() + seconds
-        while text not in self.shown:
-            assert time.monotonic() < end, repr(self.shown)
-            if select.select([self.fd], [], [], 0.1)[0]:
-                self.shown += os.read(self.fd, 65536).decode("utf-8", "replace")
-        self.shown = self.shown.partition(text)[2]
-
-    def type(self, text: str) -> None:
-        os.write(self.fd, text.encode())
-
-    def press(self, key: str, text: str) -> None:
-        """A key until this is shown: while a prompt begins, one is lost (to a user too)."""
-        end = time.monotonic() + 60
-        while text not in self.shown:
-            assert time.monotonic() < end, repr(self.shown)
-            self.type(key)
-            with suppress(AssertionError):
-                self.until(text, 5)
-                return
-
-    def wait(self) -> int:
-        while True:
-            try:
-                if not os.read(self.fd, 65536):
-                    break
-            except OSError:  # the terminal has gone with its process
-                break
-        os.close(self.fd)
-        return self.process.wait()
-
-
 @pytest.mark.timeout(120)
 def test_a_terminal_with_history_and_an_answer_that_is_stopped(tmp_path: Path) -> None:
     slow = launch(fake_engine("word " * 200, delay_s=0.05))
-    screen = Screen(
-        "chat", "--url", slow.url, env={"XDG_STATE_HOME": str(tmp_path), "TERM": "dumb"}
-    )
+    state = {"XDG_STATE_HOME": str(tmp_path), "TERM": "dumb"}
+    terminal = PtyProcess("chat", "--url", slow.url, before=NO_TORCH, env=state)
     try:
-        screen.until("/help")
-        screen.until("> ")
-        screen.type("Hello\n")
-        screen.until("word word")
-        screen.type("\x03")
-        screen.until("stopped]")
-        screen.until("> ")
+        terminal.until("/help")
+        terminal.until("> ")
+        terminal.type("Hello\n")
+        terminal.until("word word")
+        terminal.type("\x03")
+        terminal.until("stopped]")
+        terminal.until("> ")
         assert slow.engine.tickets[0].cancelled.wait(5)
-        screen.press("\x03", "Ctrl-D or type /exit")
-        screen.type("/nothing\n")
-        screen.until("there is no command")
-        screen.until("> ")
-        screen.type("\x04")
-        assert screen.wait() == 0
+        terminal.press("\x03", "Ctrl-D or type /exit")
+        terminal.type("/nothing\n")
+        terminal.until("there is no command")
+        terminal.until("> ")
+        terminal.type("\x04")
+        assert terminal.wait() == 0
     finally:
-        screen.process.kill()
+        terminal.process.kill()
         slow.stop()
     kept = (tmp_path / "greenroom" / "chat_history").read_text()
     assert "Hello" in kept

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +22,10 @@ from greenroom.errors import UsageError
 from greenroom.sim.table import show_time
 
 if TYPE_CHECKING:
-    from greenroom.hf.text.generate import Answer
+    from greenroom.hf.text.generate import Answer, OnText, TokenClock
     from greenroom.runtime.driver.stats import Stats
+
+    OnStart = Callable[[TokenClock], None]
 
 HELP = "answer a prompt with a model, which may be larger than memory"
 SYSTEM = (
@@ -60,8 +64,8 @@ def add_to(parser: Parser) -> None:
     output.add_argument(
         "--live",
         action="store_true",
-        help="show hit ratio, stalls and bytes read in the last line of the terminal during the"
-        " answer",
+        help="show a screen during the answer: speed, memory, which experts are in memory, misses,"
+        " reads and the text",
     )
     parser.add_argument(
         "--timeline", metavar="FILE", type=Path,
@@ -115,7 +119,6 @@ def _run(
     prompt: str,
     progress: Progress,
 ) -> None:
-    from greenroom.cli.terminal.live import LiveLine, status
     from greenroom.hf.check.loss import describe_loss, stored_loss
     from greenroom.hf.text.generate import DraftedLoop, answer
 
@@ -127,16 +130,10 @@ def _run(
             loop = DraftedLoop(model)
             print(loop.description, file=sys.stderr)
         greenroom.timeline(args.timeline is not None)
-        with out, LiveLine(greenroom.stats, shown=args.live) as live:
-
-            def show(text: str) -> None:
-                out.write(text)
-                live.update()
-
-            context = greenroom.setup.context
+        with out, _shown(args, model, out) as (on_start, on_text):
             result = answer(
-                model, tokenizer, prompt, sampling,
-                raw=args.raw, context=context, on_text=show, loop=loop,
+                model, tokenizer, prompt, sampling, raw=args.raw, context=greenroom.setup.context,
+                on_text=on_text, on_start=on_start, loop=loop,
             )  # fmt: skip
         stats, timeline = greenroom.stats(), greenroom.timeline(False)
         loss = stored_loss(greenroom.setup)
@@ -150,13 +147,34 @@ def _run(
         more = {} if drafts is None else {"speculation": drafts}
         print(json.dumps({**as_json(result, stats), **cost, **more}))
     else:
-        if args.live:
-            print(f"[{status(stats)}]", file=sys.stderr)
         print(closing_line(result, stats), file=sys.stderr)
         if inexact:
             print(describe_loss(args.model, loss), file=sys.stderr)
     if timeline is not None:
         timeline.save(args.timeline)
+
+
+@contextlib.contextmanager
+def _shown(args: argparse.Namespace, model: Any, out: _Out) -> Iterator[tuple[OnStart, OnText]]:
+    """Show an answer as plain text, or with `--live` on the live screen, as a context manager.
+
+    It returns two functions: one gets the tokens' clock, the other each piece of text.
+    """
+    if not args.live:
+        yield lambda clock: None, out.write
+        return
+    from greenroom.cli.screen.frame import ModelFacts, RunReader
+    from greenroom.cli.screen.layout import View
+    from greenroom.cli.screen.screen import NO_TERMINAL, LiveScreen, has_terminal
+    from greenroom.cli.serve import name_of
+
+    if not has_terminal():
+        print(NO_TERMINAL, file=sys.stderr)
+        yield lambda clock: None, out.write
+        return
+    reader, view = RunReader(model), View(ModelFacts.of(name_of(args.model), model.greenroom))
+    with LiveScreen(view, reader.read, lambda text, reasoning: out.write(text)) as screen:
+        yield reader.start, screen.write
 
 
 class _Out:
@@ -211,8 +229,12 @@ def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
 
 def closing_line(result: Answer, stats: Stats) -> str:
     """Return the line that ends a run: tokens, times, hits, prefetches, bytes and memory."""
-    from greenroom.cli.terminal.live import prefetched
-    from greenroom.cli.terminal.summary import co_compute_line, inexact_line, pressure_line
+    from greenroom.cli.terminal.summary import (
+        co_compute_line,
+        inexact_line,
+        prefetched,
+        pressure_line,
+    )
 
     parts = [
         f"{result.prompt_tokens} prompt + {result.new_tokens} new tokens",

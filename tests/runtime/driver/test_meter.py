@@ -15,8 +15,9 @@ def test_a_link_is_busy_while_any_lane_is():
     link.chunk_started(2.0)
     link.chunk_ended(4.0, 100)
     assert (link.busy_s, link.moving, link.nbytes) == (0.0, 1, 100)
+    assert link.busy_until(4.5) == 3.5
     link.chunk_ended(6.0, 0)  # failed: no bytes, but the link was busy
-    assert link.busy_s == 5.0
+    assert link.busy_s == link.busy_until(9.0) == 5.0
     link.chunk_started(10.0)
     link.chunk_ended(11.0, 50)
     assert (link.busy_s, link.moving, link.nbytes) == (6.0, 0, 150)

@@ -12,7 +12,6 @@ from greenroom.server.page.frames import (
     MIDDLE,
     SLICE,
     LevelSlices,
-    by_layer,
     flags_text,
     levels_text,
     states_text,
@@ -59,7 +58,3 @@ def test_slices_cover_all_layers_in_turn() -> None:
         seen += unpack(text, 4, count)
         layer = last % len(sizes)
     assert seen == levels
-
-
-def test_sums_by_layer() -> None:
-    assert by_layer(np.array([1, 2, 3, 4]), np.array([0, 3, 4])) == [6, 4]

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from greenroom.core.scheduler.view import ExpertState
+from greenroom.hf.attach import snapshot
+from greenroom.runtime.driver.meter import LinkMeter
 from greenroom.server.page import live
 from greenroom.server.page.broadcast import BYTES_PER_S, FRAME_S
 from greenroom.server.page.live import EngineFrames
@@ -141,10 +143,10 @@ class BusyEngine:
         view = SimpleNamespace(
             expert_states=lambda: random.integers(0, 4, count),
             queue_lengths=lambda: [(99, 99, 9)] * 2,
-            counted=lambda: SimpleNamespace(**dict.fromkeys(live.OUTCOMES, 10**7)),
+            counted=lambda: SimpleNamespace(**dict.fromkeys(snapshot.OUTCOMES, 10**7)),
             accuracy=SimpleNamespace(share=lambda: 0.123456),
         )
-        link = SimpleNamespace(nbytes=10**13, busy_s=98765.4321)
+        link = LinkMeter(nbytes=10**13, busy_s=98765.4321)
         guard = SimpleNamespace(verdict="prefetching off: tokens took 15 % longer with it " * 2)
         driver = SimpleNamespace(
             pieces=SimpleNamespace(offsets=offsets),
@@ -171,7 +173,7 @@ class BusyEngine:
 @pytest.mark.parametrize(("layers", "experts"), [(48, 128), (61, 256), (61, 384), (94, 512)])
 def test_frames_are_bounded(layers: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two frames a second of 48 x 128 experts stay below 20 kB a second; larger ones come later."""
-    monkeypatch.setattr(live, "dense_bytes", lambda model: 10**9)
+    monkeypatch.setattr(snapshot, "dense_bytes", lambda model: 10**9)
     source: Any = EngineFrames(BusyEngine(layers, experts), "large", False)  # type: ignore[arg-type]
     sizes = [len(json.dumps(source.frame(), separators=(",", ":"))) for _ in range(6)]
     rate = max(sizes) / max(FRAME_S, max(sizes) / BYTES_PER_S)
@@ -181,7 +183,7 @@ def test_frames_are_bounded(layers: int, experts: int, monkeypatch: pytest.Monke
 
 
 def test_the_memory_of_a_gpu_has_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "dense_bytes", lambda model: 10**9)
+    monkeypatch.setattr(snapshot, "dense_bytes", lambda model: 10**9)
     engine: Any = BusyEngine(2, 4)
     assert EngineFrames(engine, "large", False).frame()["memory"][1] > 0
     engine.greenroom.setup.cuda = True

@@ -17,8 +17,11 @@ from greenroom.errors import GreenroomError, UsageError
 from greenroom.interrupts import mark_handled
 
 if TYPE_CHECKING:
-    from greenroom.server.chat.backend import ChatBackend, Messages, Reply
+    from greenroom.cli.screen.screen import LiveScreen
+    from greenroom.server.chat.backend import ChatBackend, Messages, OnDelta, Reply
     from greenroom.server.engine.tokens.reader import AnswerDelta
+
+OpenScreen = Callable[[Callable[[str, bool], None]], "LiveScreen"]
 
 HISTORY_LINES = 1000
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -112,6 +115,12 @@ class Terminal:
             sys.stdout.write(_safe(delta.reasoning or delta.text))
         sys.stdout.flush()
 
+    def write_part(self, text: str, reasoning: bool) -> None:
+        """Write a part of an answer, which is text or reasoning."""
+        from greenroom.server.engine.tokens.reader import AnswerDelta
+
+        self.write(AnswerDelta(reasoning=text) if reasoning else AnswerDelta(text=text))
+
     def end(self) -> None:
         """End the line of an answer, and the dimmed text."""
         sys.stdout.write((PLAIN if self._thinking else "") + "\n")
@@ -134,18 +143,28 @@ def _safe(text: str) -> str:
 
 
 class Session:
-    """A terminal chat of a user with a model: the conversation so far, and slash commands."""
+    """A terminal chat of a user with a model: the conversation so far, and slash commands.
+
+    `open_screen` makes a live screen for an answer; None: the model is not in this process.
+    """
 
     def __init__(
-        self, talker: ChatBackend, terminal: Terminal, name: str, system: str | None = None
+        self,
+        talker: ChatBackend,
+        terminal: Terminal,
+        name: str,
+        system: str | None = None,
+        open_screen: OpenScreen | None = None,
     ) -> None:
         self._talker, self._terminal = talker, terminal
+        self._open_screen, self._live = open_screen, False
         self._system = system
         self._messages: Messages = []
         self._name = name
         self._commands: dict[str, Callable[[str], None]] = {
             "/stats": self._stats,
             "/cache": self._cache,
+            "/live": self._switch_live,
             "/system": self._set_system,
             "/reset": self._reset,
             "/help": self._help,
@@ -181,7 +200,8 @@ class Session:
     def _answer(self, line: str) -> None:
         self._messages.append({"role": "user", "content": line})
         try:
-            reply = self._talker.answer(self._messages, self._terminal.write)
+            with self._shown() as write:
+                reply = self._talker.answer(self._messages, write)
         except BaseException:
             self._messages.pop()
             self._terminal.end()
@@ -191,6 +211,34 @@ class Session:
             raise KeyboardInterrupt
         self._messages.append({"role": "assistant", "content": reply.text})
         self._terminal.say(closing_line(reply))
+
+    @contextlib.contextmanager
+    def _shown(self) -> Iterator[OnDelta]:
+        """Show an answer as text, or on the live screen; return what takes its parts."""
+        if not self._live or self._open_screen is None:
+            yield self._terminal.write
+            return
+        with self._open_screen(self._terminal.write_part) as screen:
+            yield lambda delta: screen.write(delta.reasoning or delta.text, bool(delta.reasoning))
+
+    def begin_live(self) -> None:
+        """Show the live screen during answers, or say why it cannot be shown."""
+        from greenroom.cli.screen.screen import NO_TERMINAL, has_terminal
+
+        self._live = has_terminal()
+        if not self._live:
+            self._terminal.say(NO_TERMINAL)
+
+    def _switch_live(self, value: str) -> None:
+        if self._open_screen is None:
+            raise UsageError(
+                "/live shows a model of this process; a server's model is on its own page"
+            )
+        if self._live:
+            self._live = False
+        else:
+            self.begin_live()
+        self._terminal.say(f"the live screen is {'on' if self._live else 'off'}")
 
     def _stats(self, value: str) -> None:
         from greenroom.cli.terminal.summary import summary
@@ -216,6 +264,7 @@ class Session:
         self._terminal.say(
             "/stats        show requests, tokens, and the expert cache\n"
             "/cache SIZE   resize the expert cache: 20%, or 2GiB\n"
+            "/live         show the live screen during answers, or no longer\n"
             "/system TEXT  set the system prompt and begin a new conversation\n"
             "/reset        begin a new conversation\n"
             "/exit         leave, as Ctrl-D does; Ctrl-C stops an answer\n"

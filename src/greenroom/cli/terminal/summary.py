@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from greenroom.config import show_bytes
+
+if TYPE_CHECKING:
+    from greenroom.runtime.driver.stats import Stats
 
 
 def summary(stats: dict[str, Any]) -> str:
@@ -48,6 +51,15 @@ def pressure_line(counts: dict[str, Any]) -> str:
     """Describe how much memory the expert cache gave back, and why."""
     times = "once" if counts["shrinks"] == 1 else f"{counts['shrinks']:,} times"
     return f"{show_bytes(counts['released_bytes'])} given back ({times}): {counts['cause']}"
+
+
+def prefetched(stats: Stats) -> list[str]:
+    """Return a list with one text that counts prefetches; empty if there were none."""
+    counts = stats.prefetch
+    if not counts["began"]:
+        return []
+    late = f", {counts['late']:,} late" if counts["late"] else ""
+    return [f"{counts['useful']:,} of {counts['began']:,} prefetches used{late}"]
 
 
 def _of_model(stats: dict[str, Any]) -> list[str]:

@@ -92,16 +92,17 @@ def answer(
     raw: bool = False,
     context: int,
     on_text: OnText = lambda text: None,
+    on_start: Callable[[TokenClock], None] = lambda clock: None,
     to_the_end: bool = False,
     loop: DraftedLoop | None = None,
 ) -> Answer:
     """Generate an answer to a prompt, and measure the time of each token.
 
-    `on_text` is called with each piece of text as it is decoded. `context` limits the tokens of
-    prompt and answer. With `to_the_end`, the model cannot end its answer before it has
-    `sampling.max_new_tokens` tokens or the context is full. With `loop` passes verify drafts of the
-    next tokens. Raises UsageError if the prompt leaves
-    no room for an answer.
+    `on_text` is called with each piece of text as it is decoded, and `on_start` once before, with
+    the clock of the tokens. `context` limits the tokens of prompt and answer. With `to_the_end`,
+    the model cannot end its answer before it has `sampling.max_new_tokens` tokens or the context
+    is full. With `loop` passes verify drafts of the next tokens. Raises UsageError if the prompt
+    leaves no room for an answer.
     """
     ids = encode(tokenizer, prompt, raw)
     room = context - ids.shape[1]
@@ -112,15 +113,17 @@ def answer(
         )
     if sampling.seed is not None:
         set_seed(sampling.seed)
-    clock = _Clock(tokenizer, on_text)
+    most = min(sampling.max_new_tokens, room)
+    clock = TokenClock(tokenizer, on_text, ids.shape[1], most)
+    on_start(clock)
     ids = ids.to(model.device)
     with torch.inference_mode(), device_errors():
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             streamer=clock,
-            max_new_tokens=min(sampling.max_new_tokens, room),
-            min_new_tokens=min(sampling.max_new_tokens, room) if to_the_end else None,
+            max_new_tokens=most,
+            min_new_tokens=most if to_the_end else None,
             **_options(model, sampling),
             **({} if loop is None else loop.options(clock)),
         )
@@ -153,12 +156,23 @@ def _options(model: PreTrainedModel, sampling: SamplingConfig) -> dict[str, Any]
     return options
 
 
-class _Clock(TextStreamer):
-    """Records the time of each token, and passes on text in complete words."""
+class TokenClock(TextStreamer):
+    """Clock of an answer's tokens, which passes on text in complete words.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: OnText) -> None:
+    begin, times: seconds of `time.perf_counter` at the start and at each token
+    most_tokens:  the answer's greatest number of tokens
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        on_text: OnText,
+        prompt_tokens: int,
+        most_tokens: int,
+    ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._on_text = on_text
+        self.prompt_tokens, self.most_tokens = prompt_tokens, most_tokens
         self.begin = time.perf_counter()
         self.times: list[float] = []
         self.tokens: list[int] = []

@@ -36,6 +36,14 @@ class LinkMeter:
         if self.moving == 0:
             self.busy_s += now - self.since
 
+    def busy_until(self, now: float) -> float:
+        """Return the seconds in use up to `now`, those of chunks in flight included.
+
+        It takes no lock: while a chunk ends, the value may be too low for a moment.
+        """
+        busy, since = self.busy_s, self.since
+        return busy + (max(0.0, now - since) if self.moving else 0.0)
+
 
 @dataclass(slots=True)
 class Meter:

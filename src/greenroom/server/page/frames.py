@@ -95,12 +95,6 @@ def most_frames(experts: int, limit: int) -> int:
     return max(1, min(limit, RECORDING_BYTES // (experts // 2 + SLICE)))
 
 
-def by_layer(values: Ints, offsets: Ints) -> list[int]:
-    """Return sums of experts' values for each layer."""
-    sums: list[int] = np.add.reduceat(values, offsets[:-1]).tolist()
-    return sums
-
-
 def greeting(
     kind: str, title: str, experts_per_layer: Sequence[int], **more: Any
 ) -> dict[str, Any]:

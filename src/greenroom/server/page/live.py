@@ -1,9 +1,4 @@
-"""Frames of a running engine, read from its counters without a lock.
-
-All that is read is a number, an array that other threads write in place, or a list copied in one
-step of the interpreter. So a frame never waits for the engine, and the engine never waits for it;
-values of one frame may be a moment apart.
-"""
+"""Frames of a running engine, read from its counters without a lock."""
 
 from __future__ import annotations
 
@@ -13,16 +8,13 @@ from typing import Any
 import numpy as np
 
 from greenroom import __version__
-from greenroom.runtime.kernels.dense.stored import dense_bytes
-from greenroom.runtime.memory.system import rss_bytes
+from greenroom.hf.attach.snapshot import SnapshotReader
 from greenroom.server.engine.loop import ContinuousEngine
 from greenroom.server.engine.sequence import Sequence
-from greenroom.server.page.frames import LevelSlices, by_layer, flags_text, greeting, states_text
+from greenroom.server.page.frames import LevelSlices, flags_text, greeting, states_text
 
 ROWS = 24  # requests in a frame
 STALE_S = 5.0  # after which a frame has nothing of what came before
-MEMORY_S = 2.0  # between two readings of the process's memory
-OUTCOMES = ("prefetches", "useful", "late", "wasted", "dropped", "displaced", "failed")
 
 
 class EngineFrames:
@@ -30,11 +22,9 @@ class EngineFrames:
 
     def __init__(self, engine: ContinuousEngine, name: str, controls: bool) -> None:
         self._engine, self._name, self._controls = engine, name, controls
-        self._at = self._memory_at = float("-inf")
-        self._memory: list[int | None] = []
-        self._uses: Any = None  # of the last frame
+        self._at = float("-inf")
+        self._reader: SnapshotReader | None = None  # None before the model is loaded
         self._slices: Any = None
-        self._dense = 0
 
     def greeting(self) -> dict[str, Any] | None:
         """Return what stays the same, and all use levels; None before the model is loaded."""
@@ -69,7 +59,9 @@ class EngineFrames:
         """Return the engine's state now, and what happened since the last call."""
         engine, now = self._engine, time.monotonic()
         if now - self._at > STALE_S:  # nobody has watched
-            self._at, self._uses = now, None
+            self._at = now
+            if self._reader is not None:
+                self._reader.forget()
         state, progress, _ = engine.state()
         running, waiting = engine.sequences()
         config, totals = engine.config, engine.totals
@@ -82,7 +74,7 @@ class EngineFrames:
         }
         if engine.was_ready:
             frame["answered"] = self._answered(running, now)
-            frame |= self._cache(now)
+            frame |= self._cache()
         self._at = now
         return frame
 
@@ -99,60 +91,33 @@ class EngineFrames:
             if first > self._at
         ]
 
-    def _cache(self, now: float) -> dict[str, Any]:
+    def _cache(self) -> dict[str, Any]:
         """Return the fields of a frame about the expert cache, links, memory and prefetches."""
-        greenroom = self._engine.greenroom
-        driver = greenroom.driver
-        view, meter, offsets = driver.scheduler.view, driver.meter, np.asarray(self._pieces.offsets)
-        self._slices = self._slices or LevelSlices(offsets)
-        uses = driver.request_counts.copy()
-        used = uses != self._uses if self._uses is not None else np.zeros(uses.size, np.bool_)
-        self._uses = uses
-        requests, misses = by_layer(uses, offsets), driver.miss_counts.tolist()
-        states = view.expert_states()
-        counts, predictions = view.counted(), driver.predictions
+        engine, admission = self._engine, self._engine.admission
+        if self._reader is None:
+            self._reader = SnapshotReader(engine.greenroom, engine.model)
+            self._slices = LevelSlices(np.asarray(self._pieces.offsets))
+        now = self._reader.read(admission.reserved + admission.prefixes.nbytes)
         return {
-            "slots": [greenroom.capacity, int(np.count_nonzero(states))],
-            "memory": self._read_memory(now),
-            "hits": [count - missed for count, missed in zip(requests, misses, strict=True)],
-            "misses": misses,
-            "stalls": [round(1000 * seconds) for seconds in meter.layer_stalls],
+            "slots": [now.capacity, now.present],
+            "memory": list(now.memory),
+            "hits": now.hits,
+            "misses": now.misses,
+            "stalls": [round(1000 * seconds) for seconds in now.stalls],
             "links": [
-                [link.nbytes, round(link.busy_s, 3), *lengths]
-                for link, lengths in zip(meter.links, view.queue_lengths(), strict=True)
+                [link.nbytes, round(link.busy_s, 3), link.demands, link.prefetches, link.moving]
+                for link in now.links
             ],
             "prefetch": {
-                "on": predictions.foresight is not None and predictions.foresight.on,
-                "verdict": predictions.guard.verdict if predictions.guard is not None else None,
-                "accuracy": _rounded(view.accuracy.share()),
-                **{name: getattr(counts, name) for name in OUTCOMES},
+                "on": now.prefetch.on,
+                "verdict": now.prefetch.verdict,
+                "accuracy": _rounded(now.prefetch.accuracy),
+                **now.prefetch.outcomes,
             },
-            "states": states_text(states),
-            "used": flags_text(used),
-            "levels": self._slices.encode(uses),
+            "states": states_text(now.states),
+            "used": flags_text(now.used),
+            "levels": self._slices.encode(now.uses),
         }
-
-    def _read_memory(self, now: float) -> list[int | None]:
-        """Return bytes: budget, process, dense parts, slots, keys and values, and buffers.
-
-        With a GPU they are of its memory, and the process is None.
-        """
-        if now < self._memory_at + MEMORY_S:
-            return self._memory
-        engine = self._engine
-        greenroom, admission = engine.greenroom, engine.admission
-        self._dense = self._dense or dense_bytes(engine.model)
-        budget = greenroom.slot_budget
-        need = budget.first_block_needs() if budget is not None else None
-        self._memory_at, self._memory = now, [
-            greenroom.setup.budget_bytes,
-            None if greenroom.setup.cuda else rss_bytes(),
-            self._dense,
-            greenroom.capacity * greenroom.setup.catalog.slot_bytes,
-            admission.reserved + admission.prefixes.nbytes,
-            need.staging + need.workspace if need is not None else None,
-        ]  # fmt: skip
-        return self._memory
 
 
 def _row(sequence: Sequence, now: float) -> list[Any]:
