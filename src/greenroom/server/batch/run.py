@@ -10,12 +10,12 @@ from typing import BinaryIO
 from starlette.types import ASGIApp
 
 from greenroom.errors import GreenroomError
-from greenroom.server.batch.calls import Response, post
 from greenroom.server.batch.requests import BatchRequest
 from greenroom.server.batch.results import Results
 from greenroom.server.http.request_log import RequestLog, RequestRecord
 from greenroom.server.http.service import Service
 from greenroom.server.web.app import create_app
+from greenroom.server.web.calls import Response, post
 
 BUSY, FAILED = 429, 500  # HTTP: too many requests; from here on the server's own failures
 WAITING = 4  # requests that are prepared beside those that are answered
