@@ -13,9 +13,10 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder: the name of this file would hide the package ray
 
-import argparse
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import signal
+import threading
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -28,14 +29,10 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from greenroom.cli import parser
-from greenroom.cli.early.checks import check_early
-from greenroom.cli.options.fields import take
-from greenroom.cli.serve import name_of
-from greenroom.config import Amount, LoadConfig, ServeConfig
-from greenroom.errors import GreenroomError, UsageError
+from greenroom.cli.options.replicas import ReplicasCommand, parse_replicas
+from greenroom.config import Amount, ServeConfig
+from greenroom.errors import GreenroomError
 from greenroom.server.http.errors import ApiError
-from greenroom.server.http.keys import check_address, read_api_key
 from greenroom.server.replicas.affinity import Affinity, Prefix, prefix_of
 from greenroom.server.replicas.hosted import HostedServer
 from greenroom.server.replicas.relay import refused, relay
@@ -43,6 +40,8 @@ from greenroom.server.replicas.responses import EVERYWHERE, joined
 from greenroom.server.web.calls import Call, Headers
 
 PROBE_S, SPARE_S = 5.0, 30.0  # that /health waits for a replica; others, beyond --timeout
+HEALTH_S = 2.0  # between checks of a replica
+NAME = "greenroom"
 CONTROL = 16  # requests to a replica beside those for answers
 
 
@@ -76,9 +75,11 @@ class PrefixRouter(RequestRouter):
 class Replica(HostedServer):
     """One node's server, under the budget of its own process."""
 
-    def __init__(self, model: str, load: LoadConfig, config: ServeConfig, key: str | None) -> None:
+    def __init__(self, command: ReplicasCommand) -> None:
         name = serve.get_replica_context().replica_id.unique_id
-        super().__init__(name, model, config.model_name or name_of(model), load, config, key)
+        super().__init__(
+            name, command.model, command.name, command.load, command.serve, command.key
+        )
 
     async def answer_for(self, call: Call, **_: Any) -> AsyncIterator[Any]:
         """Answer a call; the other arguments are for the router."""
@@ -143,80 +144,62 @@ def _response(response: Response, headers: Headers) -> Response:
     return response
 
 
-def build(words: Sequence[str]) -> tuple[argparse.Namespace, ServeConfig, serve.Application]:
-    """Make the application of a command line; UsageError if the line is wrong."""
-    own = argparse.ArgumentParser(
-        "ray.py", usage="%(prog)s MODEL [options]", allow_abbrev=False,
-        epilog="All options of `greenroom serve` are options of each replica.",
-    )  # fmt: skip
-    own.add_argument("--replicas", metavar="N|MIN-MAX", default="1", help="at most one a node")
-    own.add_argument("--target", metavar="N", type=float, help="requests of a replica at a time,"
-                     " from which MIN-MAX is decided (default: --max-batch)")  # fmt: skip
-    own.add_argument("--upscale-delay", metavar="S", type=float, default=30.0)
-    own.add_argument("--downscale-delay", metavar="S", type=float, default=600.0)
-    own.add_argument("--address", help="of a running cluster (default: RAY_ADDRESS, or a new one)")
-    options, rest = own.parse_known_args(words)
-    args = parser().parse_args(["serve", *rest])
-    load, config = take(args, LoadConfig), take(args, ServeConfig)
-    config.check_drafts()
-    check_early(load)
-    key = read_api_key(config.api_key_file)
-    check_address(config.host, key)
-    least, most = replicas_of(options.replicas)
-    memory = (
-        Amount.parse(load.memory, "--memory").nbytes if load.memory not in (None, "auto") else 0
-    )
-    places = config.max_batch + config.max_queue + CONTROL
+def build(command: ReplicasCommand) -> serve.Application:
+    """Make the application of a command line."""
+    least, most = command.replicas.bounds
+    config, delay = command.serve, command.replicas.upscale_delay
+    requests = config.max_batch + config.max_queue + CONTROL
     replica = serve.deployment(Replica).options(
         max_replicas_per_node=1,
-        ray_actor_options={"num_cpus": load.threads or 1, "memory": memory or 0},
-        max_ongoing_requests=places,
-        graceful_shutdown_timeout_s=config.timeout,
-        health_check_period_s=2.0,
+        max_ongoing_requests=requests,
+        ray_actor_options={"num_cpus": command.load.threads or 1, "memory": command.memory_bytes},
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter, request_router_kwargs={"places": config.max_batch}
         ),
+        health_check_period_s=HEALTH_S,
+        graceful_shutdown_timeout_s=config.timeout,
         autoscaling_config={
-            "min_replicas": least, "max_replicas": most,
-            "target_ongoing_requests": options.target or config.max_batch,
-            "upscale_delay_s": options.upscale_delay, "downscale_delay_s": options.downscale_delay,
-            "metrics_interval_s": min(10.0, max(0.5, options.upscale_delay / 3)),
-            "look_back_period_s": max(1.0, options.upscale_delay),
+            "min_replicas": least,
+            "max_replicas": most,
+            "target_ongoing_requests": command.replicas.target or config.max_batch,
+            "upscale_delay_s": delay,
+            "downscale_delay_s": command.replicas.downscale_delay,
+            "metrics_interval_s": min(10.0, delay / 3),
+            "look_back_period_s": delay,
         },
-    )  # fmt: skip
+    )
     gate = serve.deployment(Gate).options(
-        max_ongoing_requests=places * most, graceful_shutdown_timeout_s=config.timeout,
+        max_ongoing_requests=requests * most,
         ray_actor_options={"num_cpus": 0},
-    )  # fmt: skip
-    return options, config, gate.bind(replica.bind(args.model, load, config, key), config)
-
-
-def replicas_of(text: str) -> tuple[int, int]:
-    """Return the least and the largest number of replicas of `3` or `1-3`."""
-    numbers = [int(each) for each in text.split("-") if each.isdigit()]
-    if (
-        len(numbers) != text.count("-") + 1
-        or not 1 <= numbers[0] <= numbers[-1]
-        or len(numbers) > 2
-    ):
-        raise UsageError(f"--replicas must be a number or MIN-MAX, got {text}")
-    return numbers[0], numbers[-1]
+        graceful_shutdown_timeout_s=config.timeout,
+    )
+    return gate.bind(replica.bind(command), config)
 
 
 def application(args: dict[str, Any]) -> serve.Application:
-    """Make the application of a config file of Ray Serve."""
-    model, options = args["model"], {k: v for k, v in args.items() if k != "model"}
-    return build([model, *(f"--{name}={value}" for name, value in options.items())])[2]
+    """Make the application of a config file of Ray Serve, whose `args` are options."""
+    model, *options = [args["model"]]
+    for name in args.keys() - {"model"}:
+        options += [f"--{name}"] if args[name] is True else [f"--{name}={args[name]}"]
+    return build(parse_replicas("ray.py", [model, *options]))
 
 
 def main() -> None:
     try:
-        options, config, app = build(sys.argv[1:])
+        command = parse_replicas("ray.py", sys.argv[1:])
     except GreenroomError as error:
         sys.exit(f"ray.py: {error}")
-    ray.init(address=options.address)
-    serve.start(proxy_location="HeadOnly", http_options={"host": config.host, "port": config.port})
-    serve.run(app, blocking=True, name="greenroom")
+    host, port = command.serve.host, command.serve.port
+    ray.init(address=command.replicas.address)
+    serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
+    for each in (signal.SIGINT, signal.SIGTERM):  # Ray has replaced them
+        signal.signal(each, signal.default_int_handler)
+    try:
+        serve.run(build(command), name=NAME, logging_config={"enable_access_log": False})
+        print(f"greenroom: {command.model} is served at http://{host}:{port}", flush=True)
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        serve.delete(NAME)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ class Affinity:
         self._places = places
         self._holders = OrderedDict[str, set[str]]()
         self._running = defaultdict[str, set[str]](set)
+        self._latest = defaultdict[str, int](int)  # number of the last request that began
 
     def order(
         self, replicas: Sequence[str], prefix: Prefix, failed: Collection[str] = ()
@@ -77,20 +78,21 @@ class Affinity:
         """Return the replicas, the best one for a request first.
 
         That is the one that holds its conversation, while that one has a free place; otherwise the
-        one with the fewest requests, and of several the one that holds most of the prompt. Those
-        that have `failed` come last.
+        one with the fewest requests, of several the one that holds most of the prompt, and of these
+        the one whose last request is longest ago. Those that have `failed` come last.
         """
 
-        def rank(replica: str) -> tuple[bool, int, int, int]:
+        def rank(replica: str) -> tuple[bool, int, int, int, int]:
             held, load = self._held(prefix, replica), len(self._running[replica])
             preferred = held if held > prefix.instructions and load < self._places else 0
-            return replica in failed, -preferred, load, -held
+            return replica in failed, -preferred, load, -held, self._latest[replica]
 
         return sorted(replicas, key=rank)
 
     def begin(self, replica: str, request: str, prefix: Prefix) -> None:
         """Note that a replica answers a request, and holds its conversation from now on."""
         self._running[replica].add(request)
+        self._latest[replica] = max(self._latest.values()) + 1
         for each in prefix.digests:
             self._holders.setdefault(each, set()).add(replica)
             self._holders.move_to_end(each)

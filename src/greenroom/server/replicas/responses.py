@@ -56,4 +56,4 @@ def merged_metrics(pages: Sequence[tuple[str, bytes]]) -> bytes:
             for each in family.samples:
                 labels = {**each.labels, "replica": replica}
                 metric.samples.append(each._replace(labels=labels))
-    return generate_latest(SimpleNamespace(collect=merged.values))  # type: ignore[arg-type]
+    return generate_latest(SimpleNamespace(collect=merged.values))
