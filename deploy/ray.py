@@ -199,7 +199,8 @@ def main() -> None:
         print(f"greenroom: {command.model} is served at http://{host}:{port}", flush=True)
         threading.Event().wait()
     except KeyboardInterrupt:
-        serve.delete(NAME)
+        serve.delete(NAME)  # running answers end first
+        serve.shutdown()
 
 
 if __name__ == "__main__":

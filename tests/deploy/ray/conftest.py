@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,13 @@ class Deployment:
         lines = self.client.get("/metrics").text.splitlines()
         rows = [line.rpartition(" ") for line in lines if line.startswith(f"greenroom_{name}{{")]
         return {labels: float(value) for labels, _, value in rows}
+
+    def answers(self) -> Counter[str]:
+        """How many answers each replica has completed."""
+        counts = Counter[str]()
+        for labels, value in self.metric("answers_total").items():
+            counts[labels.split('replica="')[1].split('"')[0]] += int(value)
+        return counts
 
     def wait_for(self, replicas: int) -> None:
         wait(lambda: len(self.names()) == replicas, f"{replicas} replicas")
