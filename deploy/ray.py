@@ -17,7 +17,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import ray
@@ -81,12 +81,6 @@ class Replica(HostedServer):
             name, command.model, command.name, command.load, command.serve, command.key
         )
 
-    async def answer_for(self, call: Call, **_: Any) -> AsyncIterator[Any]:
-        """Answer a call; the other arguments are for the router."""
-        async with aclosing(self.answer(call)) as parts:
-            async for part in parts:
-                yield part
-
     def check_health(self) -> None:
         self.check()
 
@@ -98,7 +92,7 @@ class Gate:
     """Receives all requests, and passes each to a replica."""
 
     def __init__(self, replicas: DeploymentHandle, config: ServeConfig) -> None:
-        self._all, self._one = replicas, replicas.options(method_name="answer_for", stream=True)
+        self._all, self._one = replicas, replicas.options(method_name="answer", stream=True)
         self._max_body = Amount.parse(config.max_body, "--max-body").nbytes or 0
         self._timeout = config.timeout + SPARE_S
 
@@ -146,8 +140,8 @@ def _response(response: Response, headers: Headers) -> Response:
 
 def build(command: ReplicasCommand) -> serve.Application:
     """Make the application of a command line."""
-    least, most = command.replicas.bounds
-    config, delay = command.serve, command.replicas.upscale_delay
+    config, (least, most) = command.serve, command.replicas.bounds
+    delay = command.replicas.upscale_delay
     requests = config.max_batch + config.max_queue + CONTROL
     replica = serve.deployment(Replica).options(
         max_replicas_per_node=1,
@@ -199,7 +193,8 @@ def main() -> None:
         print(f"greenroom: {command.model} is served at http://{host}:{port}", flush=True)
         threading.Event().wait()
     except KeyboardInterrupt:
-        serve.delete(NAME)  # running answers end first
+        with suppress(TimeoutError):  # running answers may end, for a minute
+            serve.delete(NAME)
         serve.shutdown()
 
 

@@ -43,8 +43,11 @@ class HostedServer:
         self._service.log.log_message(self._engine.summary)
         self._app = create_app(self._service)
 
-    async def answer(self, call: Call) -> AsyncGenerator[Any]:
-        """Yield the name, the status and the headers of a response, then the parts of its body."""
+    async def answer(self, call: Call, **routing: object) -> AsyncGenerator[Any]:
+        """Yield the name, the status and the headers of a response, then the parts of its body.
+
+        `routing` is for the program that chooses among servers; it has no effect here.
+        """
         async with aclosing(call_app(self._app, call)) as messages:
             async for message in messages:
                 if message["type"] == "http.response.start":
