@@ -40,7 +40,6 @@ from greenroom.server.replicas.responses import EVERYWHERE, joined
 from greenroom.server.web.calls import Call, Headers
 
 PROBE_S, SPARE_S = 5.0, 30.0  # that /health waits for a replica; others, beyond --timeout
-HEALTH_S = 2.0  # between checks of a replica
 NAME = "greenroom"
 CONTROL = 16  # requests to a replica beside those for answers
 
@@ -76,10 +75,8 @@ class Replica(HostedServer):
     """One node's server, under the budget of its own process."""
 
     def __init__(self, command: ReplicasCommand) -> None:
-        name = serve.get_replica_context().replica_id.unique_id
-        super().__init__(
-            name, command.model, command.name, command.load, command.serve, command.key
-        )
+        name, of = serve.get_replica_context().replica_id.unique_id, command
+        super().__init__(name, of.model, of.name, of.load, of.serve, of.key)
 
     def check_health(self) -> None:
         self.check()
@@ -140,8 +137,8 @@ def _response(response: Response, headers: Headers) -> Response:
 
 def build(command: ReplicasCommand) -> serve.Application:
     """Make the application of a command line."""
-    config, (least, most) = command.serve, command.replicas.bounds
-    delay = command.replicas.upscale_delay
+    config, own = command.serve, command.replicas
+    least, most = own.bounds
     requests = config.max_batch + config.max_queue + CONTROL
     replica = serve.deployment(Replica).options(
         max_replicas_per_node=1,
@@ -150,16 +147,16 @@ def build(command: ReplicasCommand) -> serve.Application:
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter, request_router_kwargs={"places": config.max_batch}
         ),
-        health_check_period_s=HEALTH_S,
+        health_check_period_s=2.0,
         graceful_shutdown_timeout_s=config.timeout,
         autoscaling_config={
             "min_replicas": least,
             "max_replicas": most,
-            "target_ongoing_requests": command.replicas.target or config.max_batch,
-            "upscale_delay_s": delay,
-            "downscale_delay_s": command.replicas.downscale_delay,
-            "metrics_interval_s": min(10.0, delay / 3),
-            "look_back_period_s": delay,
+            "target_ongoing_requests": own.target or config.max_batch,
+            "upscale_delay_s": own.upscale_delay,
+            "downscale_delay_s": own.downscale_delay,
+            "metrics_interval_s": min(10.0, own.upscale_delay / 3),
+            "look_back_period_s": own.upscale_delay,
         },
     )
     gate = serve.deployment(Gate).options(

@@ -78,7 +78,7 @@ class ReplicasCommand:
         return Amount.parse(self.load.memory, "--memory").nbytes or 0
 
 
-def parse_replicas(program: str, words: Sequence[str]) -> ReplicasCommand:
+def parse_replicas(program: str, arguments: Sequence[str]) -> ReplicasCommand:
     """Parse a command line with the options of `greenroom serve` and ReplicasConfig.
 
     UsageError for a wrong value.
@@ -86,7 +86,7 @@ def parse_replicas(program: str, words: Sequence[str]) -> ReplicasCommand:
     parser = Parser(program, description="Serve a model by replicas of `greenroom serve`.")
     add_options(parser, ReplicasConfig, "replicas")
     add_to(parser)
-    args: argparse.Namespace = parser.parse_args(words)
+    args: argparse.Namespace = parser.parse_args(arguments)
     load, config = take(args, LoadConfig), take(args, ServeConfig)
     config.check_drafts()
     check_early(load)

@@ -36,7 +36,7 @@ class Tally(RequestLog):
 
 
 class Answerer(Protocol):
-    """What answers the requests of a batch: an engine of this process, or a running server."""
+    """Interface of what answers a batch: an engine of this process, or a running server."""
 
     def post(self, path: str, body: bytes) -> Awaitable[Response]:
         """Answer a request; the response comes when the request has had its place."""

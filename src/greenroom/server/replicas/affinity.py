@@ -83,16 +83,16 @@ class Affinity:
         """
 
         def rank(replica: str) -> tuple[bool, int, int, int, int]:
-            held, load = self._held(prefix, replica), len(self._running[replica])
-            preferred = held if held > prefix.instructions and load < self._places else 0
-            return replica in failed, -preferred, load, -held, self._latest[replica]
+            count, load = self._count(prefix, replica), len(self._running[replica])
+            preferred = count if count > prefix.instructions and load < self._places else 0
+            return replica in failed, -preferred, load, -count, self._latest[replica]
 
         return sorted(replicas, key=rank)
 
     def begin(self, replica: str, request: str, prefix: Prefix) -> None:
         """Note that a replica answers a request, and holds its conversation from now on."""
         self._running[replica].add(request)
-        self._latest[replica] = max(self._latest.values()) + 1
+        self._latest[replica] = max(self._latest.values(), default=0) + 1
         for each in prefix.digests:
             self._holders.setdefault(each, set()).add(replica)
             self._holders.move_to_end(each)
@@ -102,7 +102,7 @@ class Affinity:
     def end(self, replica: str, request: str) -> None:
         self._running[replica].discard(request)
 
-    def _held(self, prefix: Prefix, replica: str) -> int:
+    def _count(self, prefix: Prefix, replica: str) -> int:
         """Return how many of a conversation's beginnings a replica holds."""
         for number in range(len(prefix.digests), 0, -1):
             if replica in self._holders.get(prefix.digests[number - 1], ()):

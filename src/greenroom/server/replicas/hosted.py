@@ -44,7 +44,7 @@ class HostedServer:
         self._app = create_app(self._service)
 
     async def answer(self, call: Call, **routing: object) -> AsyncGenerator[Any]:
-        """Yield the name, the status and the headers of a response, then the parts of its body.
+        """Yield name, status and headers of a response, then parts of its body.
 
         `routing` is for the program that chooses among servers; it has no effect here.
         """

@@ -1,4 +1,4 @@
-"""Pass a request to one replica, and to the next one if that is lost before it has answered.
+"""Pass a request to a replica, and to the next one if that is lost.
 
 parts = relay(call, ask, lost=ConnectionError)
 status, headers = await anext(parts)

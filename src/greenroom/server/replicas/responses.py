@@ -1,4 +1,4 @@
-"""Responses that are made of those of several replicas, or in place of one that was lost."""
+"""Responses joined from several replicas, and the last event of a broken stream."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Answer = tuple[str, int, Headers, bytes]  # a replica's name, and status, header
 
 
 def last_event(path: str, error: ApiError, number: int) -> bytes:
-    """Encode an error as the last event of a stream, in the format of the API at `path`.
+    """Encode an error as the last event of a stream.
 
+    `path` is that of the API, whose format the event has.
     `number` is how many events the client has received before.
     """
     if path.startswith(RESPONSES_PATH):
@@ -41,8 +42,8 @@ def joined(path: str, answers: Sequence[Answer]) -> tuple[int, Headers, bytes]:
     _, status, headers, body = min(answers, key=lambda each: each[1])
     if path == "/metrics" and status == 200:
         body = merged_metrics([(name, page) for name, code, _, page in answers if code == 200])
-    kept = [each for each in headers if each[0] != b"content-length"]
-    return status, [*kept, (b"content-length", str(len(body)).encode())], body
+    others = [each for each in headers if each[0] != b"content-length"]
+    return status, [*others, (b"content-length", str(len(body)).encode())], body
 
 
 def merged_metrics(pages: Sequence[tuple[str, bytes]]) -> bytes:

@@ -82,5 +82,7 @@ async def post(app: ASGIApp, path: str, body: bytes) -> Response:
                 start.update(message)
             else:
                 parts.append(message.get("body", b""))
-    found = dict(start["headers"])
-    return Response(start["status"], found[b"x-request-id"].decode(), json.loads(b"".join(parts)))
+    headers_by_name = dict(start["headers"])
+    return Response(
+        start["status"], headers_by_name[b"x-request-id"].decode(), json.loads(b"".join(parts))
+    )
