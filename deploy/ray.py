@@ -29,7 +29,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from greenroom.cli.options.replicas import ReplicasCommand, parse_replicas
+from greenroom.cli.replicas import ReplicasCommand, parse_replicas
 from greenroom.config import Amount, ServeConfig
 from greenroom.errors import GreenroomError
 from greenroom.server.http.errors import ApiError

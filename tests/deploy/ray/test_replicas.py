@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +151,25 @@ def test_a_client_that_leaves_frees_its_place(three: Deployment) -> None:
     wait(lambda: sum(three.metric("running_requests").values()) == 0, "the place")
     assert any("cancelled" in each for each in three.metric("answers_total"))
     assert time.monotonic() - began < 5
+
+
+def test_a_batch_loses_nothing_when_a_replica_is_killed(three: Deployment, tmp_path: Path) -> None:
+    three.wait_for(NODES)
+    source, out = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    names = [f"r{number}" for number in range(48)]
+    with source.open("w") as file:
+        for number, name in enumerate(names):
+            body = {"model": "demo", **prompt(number), "max_tokens": 40}
+            line = {"custom_id": name, "url": "/v1/completions", "body": body}
+            file.write(json.dumps(line) + "\n")
+    command = [sys.executable, "-m", "greenroom", "batch", "demo", str(source), "-o", str(out),
+               "--url", three.url, "--max-batch", "24"]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as batch:
+        wait(lambda: out.exists() and out.read_bytes().count(b"\n") >= 8, "the first answers")
+        os.kill(processes()[0].pid, signal.SIGKILL)
+        printed, _ = batch.communicate(timeout=100)
+    assert batch.returncode == 0, printed.decode()
+    lines = [json.loads(each) for each in out.read_text().splitlines()]
+    assert sorted(each["custom_id"] for each in lines) == sorted(names)
+    assert {each["response"]["status_code"] for each in lines} == {200}
+    three.wait_for(NODES)

@@ -78,14 +78,14 @@ class Affinity:
         """Return the replicas, the best one for a request first.
 
         That is the one that holds its conversation, while that one has a free place; otherwise the
-        one with the fewest requests, of several the one that holds most of the prompt, and of these
-        the one whose last request is longest ago. Those that have `failed` come last.
+        one with the fewest requests, and of several the one whose last request is longest ago:
+        common instructions are soon held by all. Those that have `failed` come last.
         """
 
-        def rank(replica: str) -> tuple[bool, int, int, int, int]:
+        def rank(replica: str) -> tuple[bool, int, int, int]:
             count, load = self._count(prefix, replica), len(self._running[replica])
             preferred = count if count > prefix.instructions and load < self._places else 0
-            return replica in failed, -preferred, load, -count, self._latest[replica]
+            return replica in failed, -preferred, load, self._latest[replica]
 
         return sorted(replicas, key=rank)
 

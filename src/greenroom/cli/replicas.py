@@ -1,4 +1,4 @@
-"""Options of several servers of one model, beside those of each server."""
+"""The command line of several servers of one model: options beside those of each server."""
 
 from __future__ import annotations
 
