@@ -7,18 +7,19 @@ READY := $(VENV)/.ready
 # Tests start many processes: with byte code written by the first, each starts a second sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native demo check ci portable browser processes interpreted without-options check-gpu check-gpu-offline gpu-report format lint types imports test bench-smoke fuzz soak bench papers papers-demo papers-train clean
+.PHONY: help setup native demo check ci portable browser ray processes interpreted without-options check-gpu check-gpu-offline gpu-report format lint types imports test bench-smoke fuzz soak bench papers papers-demo papers-train clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
 	@echo "             Greenroom does it, and prove that nothing has changed"
 	@echo "make check   formatting, lint, spelling, types, import rules, tests"
-	@echo "make ci      what takes longer than that: processes, interpreted, check-gpu-offline, bench-smoke, portable, browser, fuzz, without-options"
+	@echo "make ci      what takes longer than that: processes, interpreted, check-gpu-offline, bench-smoke, portable, browser, ray, fuzz, without-options"
 	@echo "make processes  tests that start whole programs"
 	@echo "make interpreted  what is for a GPU, on a CPU: Triton's kernels in its interpreter, the GPU report"
 	@echo "make native  compile the kernels in C++ (folder native/), if they changed"
 	@echo "make portable  the kernels compiled for aarch64, and compared in an emulator with those for AVX2"
 	@echo "make browser  the live page in Chromium, which is installed by apt-get where that is allowed"
+	@echo "make ray     deploy/ray.py on a Ray cluster of three nodes in processes; installs Ray"
 	@echo "make bench-smoke  every script of benchmarks/ on tiny inputs"
 	@echo "make fuzz    damaged files of every format that is read (FUZZ_SECONDS=N)"
 	@echo "make without-options  the checks of a copy of the project in which an option is deleted, for each"
@@ -68,7 +69,7 @@ check: $(READY)
 	$(MAKE) --no-print-directory --jobs 2 lint types imports test
 
 # What is left out of `make check` because it takes longer. Continuous integration runs both.
-ci: processes interpreted check-gpu-offline bench-smoke portable browser fuzz without-options
+ci: processes interpreted check-gpu-offline bench-smoke portable browser ray fuzz without-options
 
 # With the Python that has a torch for this machine's GPU: make check-gpu PYTHON=python3
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
@@ -107,7 +108,7 @@ imports: $(READY)
 
 # Three at a time: two cores have work while a test waits.
 test: $(READY) native
-	$(BIN)/python -m pytest -m "not slow and not bench_smoke and not process and not interpreted and not portable and not browser and not offline_gpu" --durations=10 -n 3 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not bench_smoke and not process and not interpreted and not portable and not browser and not ray and not offline_gpu" --durations=10 -n 3 --dist worksteal
 
 # Tests that start whole programs, for seconds each: servers, kills, interrupts, guarded memory.
 processes: $(READY) native
@@ -136,6 +137,11 @@ browser: $(READY) native
 	! command -v chromium > /dev/null || { \
 		$(BIN)/python -m pip install --quiet --constraint constraints.txt playwright && \
 		$(BIN)/python -m pytest -m browser --durations=10 tests/server/page; }
+
+# Replicas of the server on a Ray cluster whose nodes are processes. One cluster for all tests.
+ray: $(READY) native
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev,ray]"
+	$(BIN)/python -m pytest -m ray -p no:randomly --durations=10 tests/deploy/ray
 
 # Every script of benchmarks/, on tiny inputs: does it run, and does it print what it should?
 bench-smoke: $(READY) native

@@ -34,7 +34,7 @@ from greenroom.cli.batch import CHUNK, FOREVER_S
 from greenroom.config import LoadConfig, ServeConfig
 from greenroom.server.batch.requests import read_requests
 from greenroom.server.batch.results import Results
-from greenroom.server.batch.run import BatchRun, Tally
+from greenroom.server.batch.run import WAITING, BatchRun, LocalAnswerer, Tally
 from greenroom.server.chat.local import wait_until_loaded
 from greenroom.server.engine.start import start
 from greenroom.server.http.service import Service
@@ -83,7 +83,7 @@ def run(source: Path, width: int, args: argparse.Namespace) -> dict[str, float]:
             tempfile.TemporaryDirectory() as folder,
             Results(Path(folder) / "out.jsonl", requests) as results,
         ):
-            batch = BatchRun(service, results, lambda: None)
+            batch = BatchRun(LocalAnswerer(service), width + WAITING, results, lambda: None)
             begin = time.perf_counter()
             asyncio.run(batch.run(source, requests))
             seconds = time.perf_counter() - begin

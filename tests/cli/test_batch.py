@@ -11,6 +11,7 @@ import pytest
 
 from tests.cli.conftest import Run, start
 from tests.server.batch.conftest import line_of, lines_of, write
+from tests.server.conftest import fake_engine, launch
 
 CACHE = ("--cache", "25%", "--context", 128)
 
@@ -71,6 +72,26 @@ def test_refused_requests_are_counted(cli: Run, tmp_path: Path) -> None:
     ran = cli("batch", "demo", source, "-o", out, *CACHE)
     assert ran.code == 0
     assert "2 of them were refused" in ran.out
+
+
+def test_a_server_answers_with_its_own_options(cli: Run, tmp_path: Path) -> None:
+    source, out = requests(tmp_path, 5, model="tiny"), tmp_path / "out.jsonl"
+    server = launch(fake_engine("Hello"))
+    try:
+        command = ("batch", "tiny", source, "-o", out, "--url", server.url)
+        assert "leave out --cache" in cli(*command, "--cache", "25%").mistake
+        ran = cli(*command, "--max-batch", 2)
+    finally:
+        server.stop()
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith(f"5 of 5 requests have answers in {out}; ")
+    assert {each["custom_id"] for each in lines_of(out)} == {f"r{number}" for number in range(5)}
+
+
+def test_a_key_needs_a_server(cli: Run, tmp_path: Path) -> None:
+    source = requests(tmp_path, 1)
+    command = ("batch", "demo", source, "-o", tmp_path / "out.jsonl", "--api-key-file", source)
+    assert "give its address with --url" in cli(*command).mistake
 
 
 @pytest.mark.process

@@ -14,7 +14,7 @@ from greenroom.config import ServeConfig
 from greenroom.errors import GreenroomError
 from greenroom.server.batch.requests import read_requests
 from greenroom.server.batch.results import Results
-from greenroom.server.batch.run import WAITING, BatchRun, Tally
+from greenroom.server.batch.run import WAITING, BatchRun, LocalAnswerer, Tally
 from greenroom.server.http.service import Service
 from tests.server.batch.conftest import MODEL, line_of, lines_of, write
 from tests.server.conftest import fake_engine
@@ -40,7 +40,7 @@ class Batch:
 
         try:
             with Results(self.out, requests) as results:
-                run = BatchRun(service, results, count)
+                run = BatchRun(LocalAnswerer(service), max_batch + WAITING, results, count)
                 asyncio.run(run.run(self.source, requests))
         finally:
             service.close()

@@ -1,21 +1,21 @@
-"""Answer the requests of a batch with a serving engine, many at a time."""
+"""Answer the requests of a batch, many at a time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from starlette.types import ASGIApp
 
 from greenroom.errors import GreenroomError
-from greenroom.server.batch.calls import Response, post
 from greenroom.server.batch.requests import BatchRequest
 from greenroom.server.batch.results import Results
 from greenroom.server.http.request_log import RequestLog, RequestRecord
 from greenroom.server.http.service import Service
 from greenroom.server.web.app import create_app
+from greenroom.server.web.calls import Response, post
 
 BUSY, FAILED = 429, 500  # HTTP: too many requests; from here on the server's own failures
 WAITING = 4  # requests that are prepared beside those that are answered
@@ -35,20 +35,57 @@ class Tally(RequestLog):
         self.reused_tokens += max((each.reused_tokens for each in record.finished), default=0)
 
 
+class Answerer(Protocol):
+    """Interface of what answers a batch: an engine of this process, or a running server."""
+
+    def post(self, path: str, body: bytes) -> Awaitable[Response]:
+        """Answer a request; the response comes when the request has had its place."""
+
+    def check(self) -> None:
+        """Raise GreenroomError if no further request can be answered."""
+
+
+class LocalAnswerer:
+    """Answers by the serving engine of this process."""
+
+    def __init__(self, service: Service) -> None:
+        self._engine = service.engine
+        self._app: ASGIApp = create_app(service)
+        self._calls = 0
+
+    async def post(self, path: str, body: bytes) -> Response:
+        """Return the response to a request, which waits while others have all places."""
+        self._calls += 1
+        try:
+            while True:
+                response = await post(self._app, path, body)
+                if response.status != BUSY or self._calls == 1:
+                    return response
+                await asyncio.sleep(AGAIN_S)
+        finally:
+            self._calls -= 1
+
+    def check(self) -> None:
+        state, _, why = self._engine.state()
+        if state != "ready":
+            raise GreenroomError(why or f"the model is {state}")
+
+
 class BatchRun:
     """Answers the requests of one batch file that have no result yet.
 
-    service:  the engine, whose model is loaded
+    at_once:   requests that are sent at the same time
     on_answer: called after each answer
 
     refused: answers with an error of the request (HTTP 4xx), which are results too
     failed:  custom_id and message of requests without a result, because the server failed
     """
 
-    def __init__(self, service: Service, results: Results, on_answer: Callable[[], object]) -> None:
-        self._service, self._results, self._on_answer = service, results, on_answer
-        self._app: ASGIApp = create_app(service)
-        self._calls = 0
+    def __init__(
+        self, answerer: Answerer, at_once: int, results: Results, on_answer: Callable[[], object]
+    ) -> None:
+        self._answerer, self._at_once = answerer, at_once
+        self._results, self._on_answer = results, on_answer
         self.refused = 0
         self.failed: list[tuple[str, str]] = []
 
@@ -58,39 +95,24 @@ class BatchRun:
         GreenroomError if the model fails, or if a result cannot be written.
         """
         missing = iter([each for each in requests if each.custom_id not in self._results.done])
-        width = self._service.config.max_batch + WAITING
         with source.open("rb") as file:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(width):
+                    for _ in range(self._at_once):
                         group.create_task(self._answer_all(missing, file))
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
 
     async def _answer_all(self, missing: Iterator[BatchRequest], file: BinaryIO) -> None:
         for request in missing:
-            self._calls += 1
-            try:
-                response = await self._answer(request, request.read(file))
-            finally:
-                self._calls -= 1
+            response = await self._answerer.post(request.path, request.read(file))
             if response.status < FAILED:
                 self.refused += response.status >= 400
                 self._results.add(request, response.status, response.body, response.request_id)
             else:
-                state, _, why = self._service.engine.state()
-                if state != "ready":
-                    raise GreenroomError(why or f"the model is {state}")
+                self._answerer.check()
                 self.failed.append((request.custom_id, _message(response)))
             self._on_answer()
-
-    async def _answer(self, request: BatchRequest, body: bytes) -> Response:
-        """Return the response to a request, which waits while others have all places."""
-        while True:
-            response = await post(self._app, request.path, body)
-            if response.status != BUSY or self._calls == 1:
-                return response
-            await asyncio.sleep(AGAIN_S)
 
 
 def _message(response: Response) -> str:

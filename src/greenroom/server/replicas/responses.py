@@ -1,0 +1,60 @@
+"""Responses joined from several replicas, and the last event of a broken stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from greenroom.server.http.errors import ANTHROPIC_PATH, OLLAMA_PATH, ApiError
+from greenroom.server.http.streams import event
+from greenroom.server.web.calls import Headers
+
+EVERYWHERE = ("/metrics", "/v1/admin/cache", "/v1/admin/cancel")  # paths that all replicas answer
+RESPONSES_PATH = "/v1/responses"
+Answer = tuple[str, int, Headers, bytes]  # a replica's name, and status, headers, body
+
+
+def last_event(path: str, error: ApiError, number: int) -> bytes:
+    """Encode an error as the last event of a stream.
+
+    `path` is that of the API, whose format the event has.
+    `number` is how many events the client has received before.
+    """
+    if path.startswith(RESPONSES_PATH):
+        failed: dict[str, Any] = {
+            "type": "error", "code": "server_error", "message": str(error), "param": None,
+            "sequence_number": number,
+        }  # fmt: skip
+        return event(failed, "error")
+    body = error.body(path, "")
+    if path.startswith(OLLAMA_PATH):
+        return json.dumps(body, ensure_ascii=False).encode() + b"\n"
+    return event(body, "error" if path.startswith(ANTHROPIC_PATH) else None)
+
+
+def joined(path: str, answers: Sequence[Answer]) -> tuple[int, Headers, bytes]:
+    """Make one response of those of all replicas: the best one, or all of their metrics."""
+    _, status, headers, body = min(answers, key=lambda each: each[1])
+    if path == "/metrics" and status == 200:
+        body = merged_metrics([(name, page) for name, code, _, page in answers if code == 200])
+    others = [each for each in headers if each[0] != b"content-length"]
+    return status, [*others, (b"content-length", str(len(body)).encode())], body
+
+
+def merged_metrics(pages: Sequence[tuple[str, bytes]]) -> bytes:
+    """Merge Prometheus pages, each with its replica's name, which becomes a label."""
+    merged: dict[str, Metric] = {}
+    for replica, page in pages:
+        for family in text_string_to_metric_families(page.decode()):
+            metric = merged.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            )
+            for each in family.samples:
+                labels = {**each.labels, "replica": replica}
+                metric.samples.append(each._replace(labels=labels))
+    return generate_latest(SimpleNamespace(collect=merged.values))
