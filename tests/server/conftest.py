@@ -139,15 +139,18 @@ def launch(
     slow_s: float | None = None,
     linger_s: float | None = None,
     adapters: Sequence[str] = (),
+    wrap: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> Running:
-    """Start a server in a thread; `options` are those of ServeConfig."""
+    """Start a server in a thread; `options` are those of ServeConfig, `wrap` wraps the app."""
     config = ServeConfig(**{"port": 0, "grace": 1.0, **options})
     lines: list[str] = []
     log = RequestLog(config.log_format, lines.append)
-    service = Service(engine, config, NAME, key, log, adapters)
+    service = Service(engine, config, config.model_name or NAME, key, log, adapters)
     sock = open_socket(config.host, config.port)
     http_server = make_server(service)
+    if wrap is not None:
+        http_server.config.app = wrap(http_server.config.app)
     limits = {"head_s": head_s, "slow_s": slow_s, "linger_s": linger_s}
     if limits := {name: value for name, value in limits.items() if value is not None}:
         http_server.config.http = type("Impatient", (Connection,), limits)

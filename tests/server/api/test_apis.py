@@ -167,6 +167,15 @@ class TestResponses:
         logprobs = response.output[0].content[0].logprobs
         assert "".join(token.token for token in logprobs) == "one two"
 
+    def test_what_codex_sends_besides_changes_no_answer(self, serve: Serve) -> None:
+        running = serve(fake_engine("Hello"))
+        body: Any = {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}}
+        response = by_openai(running).responses.create(
+            model=NAME, input="Hi", **body, extra_body={"client_metadata": {"turn_id": "1"}}
+        )
+        assert response.output_text == "Hello"
+        assert running.engine.tickets[0].request.top_logprobs is None
+
     def test_stored_responses_are_refused(self, serve: Serve) -> None:
         api = by_openai(serve(fake_engine("x"))).responses
         with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
@@ -243,6 +252,29 @@ class TestMessages:
         assert "<think>Hm.</think>I look.<tool_call>" in prompt_text(running)
         assert "<|im_start|>tool\na wall" in prompt_text(running)
         assert "<|im_start|>user\nAnd?" in prompt_text(running)
+
+    def test_instructions_may_come_later(self, serve: Serve) -> None:
+        running = serve(fake_engine("Hi"))
+        later: Any = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+        asked: Any = [*QUESTION, later]
+        by_anthropic(running).messages.create(
+            model=NAME, max_tokens=9, system="Be kind.", messages=asked
+        )
+        assert prompt_text(running) == (
+            "<|begin|><|system|>Be kind.<|end|><|user|>Hello<|end|><|system|>Be brief.<|end|>"
+            "<|assistant|>"
+        )
+
+    def test_defaults_of_anthropic_may_be_written_out(self, serve: Serve) -> None:
+        """The default effort, and an edit of the context that keeps everything."""
+        running = serve(reasoning_engine("Hi"))
+        tool = {"name": "look", "input_schema": PARAMETERS, "eager_input_streaming": True}
+        body: Any = {"model": NAME, "max_tokens": 9, "messages": QUESTION, "tools": [tool]}
+        edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+        written = {"output_config": {"effort": "high"}, "context_management": {"edits": edits}}
+        for more in ({}, written):
+            assert running.post("/v1/messages", {**body, **more}).status_code == 200
+        assert prompt_text(running, 0) == prompt_text(running, 1)
 
     def test_a_started_answer_is_continued(self, serve: Serve) -> None:
         running = serve(fake_engine(" is blue"))

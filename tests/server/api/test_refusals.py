@@ -18,6 +18,8 @@ CHAT = {"model": NAME, "messages": QUESTION}
 TEXT = {"model": NAME, "prompt": "Hello"}
 RESPONSE = {"model": NAME, "input": "Hello"}
 MESSAGE = {"model": NAME, "max_tokens": 5, "messages": QUESTION}
+ENCRYPTED, CLEARED = "reasoning.encrypted_content", "clear_thinking_20251015"
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
 PATHS = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": TEXT,
@@ -108,7 +110,10 @@ def refused(running: Running, path: str, body: Any, status: int = 400, **options
         ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ("/v1/responses", {"conversation": "c"}, "conversation"),
         ("/v1/responses", {"tool_choice": {"type": "mcp"}}, "tool_choice"),
-        ("/v1/responses", {"include": ["reasoning.encrypted_content"]}, "include.0"),
+        ("/v1/responses", {"include": ["file_search_call.results"]}, "include.0"),
+        ("/v1/responses", {"include": [ENCRYPTED], "top_logprobs": 1}, "top_logprobs"),
+        ("/v1/responses", {"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ("/v1/responses", {"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ("/v1/responses", {"text": {"format": {"type": "json_schema"}}}, "text.format"),
     ],
 )  # fmt: skip
@@ -141,6 +146,10 @@ def test_errors_name_the_parameter(
         ({"tool_choice": {"type": "many"}}, "tool_choice.type"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": []}, "mcp_servers"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"context_management": {"edits": [{"type": CLEARED, "keep": 1}]}}, "context_management"),
+        ({"context_management": {"edits": [{"type": "compact"}]}}, "context_management"),
+        ({"messages": [*QUESTION, {"role": "system", "content": [RESULT]}]}, "tool_result"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),

@@ -224,17 +224,34 @@ class TestNames:
         )
         assert "access-control-allow-origin" not in response.headers
 
-    @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-    def test_content_types_without_preflight_are_refused(self, running: Running, kind: str) -> None:
+    @pytest.mark.parametrize(
+        "headers",
+        [
+            {"content-type": "text/plain"},
+            {"content-type": "application/x-www-form-urlencoded"},
+            {"content-type": ""},
+            {"origin": "https://a.example"},
+            {"origin": "null"},
+            {"sec-fetch-site": "cross-site"},
+        ],
+    )
+    def test_content_types_without_preflight_are_refused(
+        self, running: Running, headers: dict[str, str]
+    ) -> None:
         import httpx2
 
-        response = httpx2.post(
-            f"{running.url}/v1/chat/completions",
-            content=json.dumps(CHAT).encode(),
-            headers={"content-type": kind} if kind else {},
-        )
+        data = json.dumps(CHAT).encode()
+        response = httpx2.post(f"{running.url}/v1/chat/completions", content=data, headers=headers)
         assert response.status_code == 415
         assert "application/json" in response.json()["error"]["message"]
+
+    def test_a_program_may_leave_out_the_content_type(self, running: Running) -> None:
+        import httpx2
+
+        data = json.dumps(CHAT).encode()
+        response = httpx2.post(f"{running.url}/v1/chat/completions", content=data)
+        assert "content-type" not in response.request.headers
+        assert response.status_code == 200
 
 
 class TestBodies:

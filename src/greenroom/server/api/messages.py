@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field, model_validator
@@ -43,6 +43,7 @@ from greenroom.server.http.service import Service
 from greenroom.server.http.streams import event
 
 EFFORTS = Literal["low", "medium", "high", "xhigh", "max"]
+DEFAULT_EFFORT = "high"  # in Anthropic's API the same as no effort
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -123,14 +124,16 @@ Blocks = Annotated[
 
 
 class Turn(StrictModel):
-    role: Literal["user", "assistant"]
+    """One message; those of the role system are instructions in the middle of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
     content: Blocks
 
     @model_validator(mode="after")
     def _fits(self) -> Turn:
         mine = {"assistant": {"thinking", "tool_use"}, "user": {"tool_result", "image"}}
         for block in self.content:
-            if block.type != "text" and block.type not in mine[self.role]:
+            if block.type != "text" and block.type not in mine.get(self.role, ()):
                 raise ValueError(f"{block.type} blocks are not allowed in the role {self.role}")
         return self
 
@@ -167,6 +170,8 @@ class AnthropicTool(Function):
     parameters: dict[str, Any] = Field(alias="input_schema")
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None
+    eager_input_streaming: bool | None = None  # a hint: calls are complete when they are sent
+    defer_loading: Literal[False] | None = None
 
 
 class AnthropicToolChoice(StrictModel):
@@ -211,6 +216,17 @@ class AnthropicMetadata(StrictModel):
     user_id: str | None = None
 
 
+class NeutralEdit(StrictModel):
+    """An edit of the context that changes nothing, the only one that is supported."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(StrictModel):
+    edits: list[NeutralEdit] | None = None
+
+
 class CountRequest(StrictModel):
     """A request to Anthropic's API to count a prompt's tokens."""
 
@@ -222,7 +238,17 @@ class CountRequest(StrictModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
+    context_management: ContextManagement | None = None
     speed: Literal["standard"] | None = None
+
+    @model_validator(mode="after")
+    def _begins(self) -> Self:
+        if self.messages[0].role == "system":
+            raise ValueError(
+                "messages.0.role must be 'user' or 'assistant': send the first instructions as"
+                " system"
+            )
+        return self
 
     def job(self, dialogue: Dialogue, **job: Any) -> Job:
         """Convert a request to Anthropic's API to a Job: prompt and settings for the engine.
@@ -237,7 +263,10 @@ class CountRequest(StrictModel):
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
         config = self.output_config or OutputConfig()
-        options = thinking(dialogue, config.effort, "output_config.effort")
+        effort = config.effort
+        if effort == DEFAULT_EFFORT and not dialogue.template_uses("reasoning_effort"):
+            effort = None
+        options = thinking(dialogue, effort, "output_config.effort")
         if self.thinking and self.thinking.type == "disabled":
             options |= thinking(dialogue, "none", "thinking")
         return chat_job(

@@ -32,6 +32,7 @@ from greenroom.server.http.params import (
     ConversationParams,
     Function,
     FunctionType,
+    Labels,
     Name,
     NamedFunction,
     StrictModel,
@@ -163,7 +164,7 @@ class TextConfig(StrictModel):
 
 class Reasoning(StrictModel):
     effort: EFFORTS | None = None
-    summary: None = None
+    summary: Literal["auto"] | None = None  # reasoning is returned whole
     generate_summary: None = None
 
 
@@ -179,9 +180,15 @@ class ResponsesRequest(ConversationParams):
     tool_choice: Annotated[ToolChoice, tool_choice_validator(NamedFunction)] | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
+    # Reasoning is returned as text, which needs no encrypted copy in a stateless conversation.
     include: (
-        Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=1)] | None
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            Field(max_length=2),
+        ]
+        | None
     ) = None
+    client_metadata: Labels | None = None
     stream_options: ResponsesStreamOptions | None = None
     # Supported only with their neutral values:
     background: Literal[False] | None = None
@@ -194,9 +201,13 @@ class ResponsesRequest(ConversationParams):
 
     @model_validator(mode="after")
     def _fits(self) -> ResponsesRequest:
-        if self.top_logprobs is not None and not self.include:
+        if self.top_logprobs is not None and not self.with_logprobs:
             raise ValueError(f"top_logprobs needs include: ['{LOGPROBS}']")
         return self
+
+    @property
+    def with_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
 
     def job(self, dialogue: Dialogue) -> Job:
         """Convert a request to the responses API to a Job: prompt and settings for the engine.
@@ -215,7 +226,7 @@ class ResponsesRequest(ConversationParams):
             calls="function_call and function_call_output items",
             sampling=self.sampling(),
             max_tokens=self.max_output_tokens,
-            top_logprobs=(self.top_logprobs or 0) if self.include else None,
+            top_logprobs=(self.top_logprobs or 0) if self.with_logprobs else None,
             one_call=self.parallel_tool_calls is False,
         )
 
@@ -263,7 +274,7 @@ class ResponsesBuilder(ResponseBuilder):
     def __init__(self, service: Service, body: ResponsesRequest, answers: AnswerStream) -> None:
         super().__init__(service, body, answers)
         self._sequence = 0
-        self._output = Output(answers.dialogue, bool(body.include))
+        self._output = Output(answers.dialogue, body.with_logprobs)
         self._response: dict[str, Any] = {
             "id": new_id("resp_"),
             "object": "response",

@@ -40,9 +40,11 @@ async def read(request: Request, model: type[Body], limit: int, budget: BodyBudg
     ApiError if the body is larger than `limit` bytes, takes too long to arrive, or is not valid.
     The body's bytes count against `budget` until the request ends; Busy if too few are left.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # Foreign web pages can send other types without a CORS preflight.
+    kind = request.headers.get("content-type")
+    # Foreign web pages can send other types, or none, without a CORS preflight. Browsers send the
+    # origin of a page with every POST; LiteLLM sends no type.
+    safe = kind is None and not {"origin", "sec-fetch-site"} & set(request.headers)
+    if not safe and (kind or "").partition(";")[0].strip().lower() != "application/json":
         message = "the body must be JSON: send Content-Type: application/json"
         raise ApiError(415, message, close=True)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
