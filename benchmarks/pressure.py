@@ -8,7 +8,10 @@ free memory instead), at --rate bytes a second, keeps it for --seconds, and ends
 once with `--pressure on` and once with `--pressure off`. A line for each:
 
     ended       who was ended by the kernel for want of memory
-    release s   from the hog's first byte until the cache had given its first slots back
+    release s   from the hog's first byte until the cache had given its first slots back; `after
+                short`: from the moment when memory became short. That is when the hog, by its own
+                log, had left less than the reserve of the memory that was free at its first byte;
+                below 0 the cache gave slots back before
     slots       of the cache before the hog, the fewest while it lived, and at the end
     tokens/s    before, while the hog lived, and once the cache had its slots again
     back s      from the hog's end until the cache had its slots again
@@ -35,7 +38,8 @@ CHUNK = 8 << 20
 COLUMNS = (
     "pressure",
     "ended",
-    "release s",
+    "release s after first byte",
+    "after short",
     "slots",
     "tokens/s before",
     "during",
@@ -65,7 +69,8 @@ def decode(args: argparse.Namespace) -> None:
         fill(passes)
         passes.prefill(32)
         cache_bytes = room.capacity * room.setup.catalog.slot_bytes
-        report(free=available_bytes(), cache=cache_bytes, slots=room.capacity)
+        reserve = None if room.pressure is None else room.pressure.stats()["reserve_bytes"]
+        report(free=available_bytes(), cache=cache_bytes, slots=room.capacity, reserve=reserve)
         tokens, total, due = 0, 0, time.monotonic() + 0.1
         while not ends.is_set():
             passes.decode(1)
@@ -84,12 +89,16 @@ def report(**values: Any) -> None:
 
 
 def hog(nbytes: int, rate: int) -> None:
-    """Take memory at a rate, until standard input ends."""
-    memory = mmap.mmap(-1, nbytes)
-    report(begun=True)
+    """Take memory at a rate, until standard input ends; report it after each chunk."""
+    from greenroom.runtime.memory.system import available_bytes
+
+    memory, chunk = mmap.mmap(-1, nbytes), b"x" * CHUNK
+    report(begun=True, free=available_bytes(), taken=0)
     begin = time.monotonic()
     for start in range(0, nbytes, CHUNK):
-        memory[start : start + CHUNK] = b"x" * len(memory[start : start + CHUNK])
+        end = min(nbytes, start + CHUNK)
+        memory[start:end] = chunk[: end - start]
+        report(taken=end)
         time.sleep(max(0.0, (start + CHUNK) / rate - (time.monotonic() - begin)))
     report(done=True)
     sys.stdin.read()
@@ -182,22 +191,41 @@ def run(args: argparse.Namespace, pressure: str) -> dict[str, Any]:
                 other.end()
     if lost_run:
         lost.append("run")
-    return figures(decoder.lines, first, (begin, end, back), lost)
+    short = short_at(other.lines, first["reserve"])
+    return figures(decoder.lines, first, (begin, short, end, back), lost)
+
+
+def short_at(lines: list[dict[str, Any]], reserve: int | None) -> float | None:
+    """Return when memory became short, by the hog's log; None without a reserve, or if it did not.
+
+    Memory is short once less than `reserve` is left of what was free at the hog's first byte. Slots
+    that are given back meanwhile do not count.
+    """
+    if reserve is None:
+        return None
+    free = next(line["free"] for line in lines if "free" in line)
+    times = (line["at"] for line in lines if "taken" in line and free - line["taken"] < reserve)
+    return next(times, None)
 
 
 def figures(
     lines: list[dict[str, Any]],
     first: dict[str, Any],
-    times: tuple[float, float, float],
+    times: tuple[float, float | None, float, float],
     lost: list[str],
 ) -> dict[str, Any]:
-    begin, end, back = times
+    """Return a run's figures; `times` are the hog's begin, the shortage, its end, and the return.
+
+    The release is the first after the hog's first byte.
+    """
+    begin, short, end, back = times
     changes = next((line["changes"] for line in lines if "changes" in line), [])
     shrinks = [at for at, before, slots in changes if at >= begin and slots < before]
     slots = [line["slots"] for line in lines if "tokens" in line]
     return {
         "ended": " and ".join(lost) or "nobody",
         "release": min(shrinks) - begin if shrinks else None,
+        "after short": min(shrinks) - short if shrinks and short is not None else None,
         "slots": (first["slots"], min(slots), slots[-1]),
         "before": rate(lines, first["at"], begin),
         "during": rate(lines, begin, end),
@@ -240,7 +268,8 @@ def row(pressure: str, rounds: list[dict[str, Any]]) -> tuple[str, ...]:
         str(int(median(column))) for column in zip(*(r["slots"] for r in rounds), strict=True)
     )
     speeds = (middle(name, ".3g") for name in ("before", "during", "after"))
-    return pressure, ended, middle("release", ".2f"), slots, *speeds, middle("back", ".1f")
+    releases = middle("release", ".2f"), middle("after short", "+.2f")
+    return pressure, ended, *releases, slots, *speeds, middle("back", ".1f")
 
 
 def main() -> int:

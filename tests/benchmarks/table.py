@@ -113,7 +113,8 @@ ROWS = (
     Row("bf12.py", "demo --types", ("entropy coder", "codes of 4 bits")),
     Row("pack.py", "{model} --out {out} --kinds int8", ("experts", "packing, s", "floor, s")),
     Row("pressure.py", "demo --cache 100% --limit 1.6GB --take 0.9 --seconds 1 --threads 1"
-        " --pressure on", ("pressure", "ended", "release s", "slots", "back s"), limited=True),
+        " --pressure on", ("pressure", "ended", "release s after first byte", "after short",
+        "slots", "back s"), limited=True),
     Row("startup.py", "--repeats 1 --parts help warm --own-cache",
         ("start-up", "first text, s", "end, s")),
     Row("context.py", "demo --contexts 64 128 --tokens 4 --out {out}",
@@ -153,6 +154,8 @@ ROWS = (
         ("tokens", "files MB", "without s", "with s", "sooner", "as cached", "as computed")),
     Row("live_page.py", "--seconds 0.5 --rounds 1",
         ("server", "cpu", "loop without", "loop with", "page", "kB/s", "largest frame kB")),
+    Row("live_screen.py", "demo --tokens 8 --pairs 1",
+        ("terminal", "tokens/s without", "with", "ratio", "ms a frame", "% of a core")),
     Row("soak_serve.py", "demo --minutes 0.1 --users 2",
         ("requests:", "memory of the last quarter", "computed again, 0 different"), kind="text"),
     Row("plan.py", "demo --out {out}/plan.jsonl --trace {out}/plan.safetensors --rounds 1"

@@ -136,13 +136,13 @@ def memory(history: History, width: int, look: Look) -> list[Line]:
     budget, process, dense, slots, keys_values, buffers = history.last.cache.memory
     parts = [slots, dense, keys_values] + ([buffers] if buffers is not None else [])
     names = PARTS[: len(parts)]
-    counted = sum(parts)
+    subtotal = sum(parts)
     styles = [*MEMORY[: len(parts)], MEMORY[-1]]
     if process is not None:
-        parts.append(max(0, process - counted))
+        parts.append(max(0, process - subtotal))
         names += PARTS[-1:]
-    used = counted if process is None else process
-    total = max(budget or 0, used, counted, 1)
+    used = subtotal if process is None else process
+    total = max(budget or 0, used, subtotal, 1)
     note = f"{show_bytes(used)} of {show_bytes(budget)}" if budget else f"{show_bytes(used)} in use"
     fills = "█" * len(FILLS) if look.colour else FILLS
     stack: Line = []
