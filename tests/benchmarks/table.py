@@ -234,6 +234,8 @@ ROWS = (
     Row("papers/task_sets.py", f"{RECORDED} --own {{traces}}/own.trace --tokens 8 --shots 1",
         ("recording", "tcess: covered", "easy-ep: term"), MATPLOTLIB, ("task-sets-own.md",)),
     _paper("batches", ("recording", "answers", "arrival", "two passes"), "--tokens 4", drawn=False),
+    _paper("replicas", ("recording", "affinity, ms", "one by one: less"),
+           "--models olmoe-1b-7b --tokens 4 --replicas 2 --answers 2", drawn=False),
     _paper("hebf", ("recording", "pass", "by id, ms", "hottest first, ms"), drawn=False),
     _paper("consistency", ("recording", "MoE on every layer", "SRP, 16 tokens"), drawn=False,
            more=("consistency-sizes", "consistency-running", "consistency-experts")),
