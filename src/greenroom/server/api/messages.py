@@ -7,10 +7,18 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from greenroom.hf.pictures.decode import EncodedPicture
 from greenroom.hf.text.dialogue import Dialogue
+from greenroom.server.api.blocks import (
+    Blocks,
+    CacheControl,
+    ImageBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
 from greenroom.server.api.shared.conversation import (
     JsonForm,
     call,
@@ -18,16 +26,14 @@ from greenroom.server.api.shared.conversation import (
     chat_job,
     thinking,
 )
-from greenroom.server.api.shared.pictures import FETCHES_NOTHING, PicturePart, join_texts
+from greenroom.server.api.shared.pictures import join_texts
 from greenroom.server.engine.requests import Sampling
 from greenroom.server.engine.tokens.reader import AnswerDelta, AnswerEnd
 from greenroom.server.http.answers import AnswerStream, Job
 from greenroom.server.http.endpoints import ResponseBuilder, route
 from greenroom.server.http.errors import ANTHROPIC_PATH, ApiError
 from greenroom.server.http.params import (
-    CallId,
     Function,
-    Name,
     Share,
     StrictModel,
     Text,
@@ -35,8 +41,6 @@ from greenroom.server.http.params import (
     ToolChoice,
     Tools,
     Turns,
-    by_type,
-    tag,
 )
 from greenroom.server.http.route_helpers import new_id, openapi_body, read_body, record_of
 from greenroom.server.http.service import Service
@@ -45,82 +49,6 @@ from greenroom.server.http.streams import event
 EFFORTS = Literal["low", "medium", "high", "xhigh", "max"]
 DEFAULT_EFFORT = "high"  # in Anthropic's API the same as no effort
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-
-
-class CacheControl(StrictModel):
-    """A cache hint of a client, accepted but ignored: common prefixes are always cached."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-class TextBlock(StrictModel):
-    type: Literal["text"]
-    text: str
-    cache_control: CacheControl | None = None
-    citations: None = None
-
-
-def _base64_source(value: Any) -> Any:
-    """Refuse sources of pictures that are not in the request itself."""
-    if not (isinstance(value, dict) and value.get("type") == "base64"):
-        raise ValueError(f"an image must have a source of the type base64: {FETCHES_NOTHING}")
-    return value
-
-
-class ImageSource(StrictModel):
-    """A picture in Anthropic's API, in the request itself."""
-
-    type: Literal["base64"]
-    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
-    data: str
-
-
-class ImageBlock(StrictModel):
-    type: Literal["image"]
-    source: Annotated[ImageSource, BeforeValidator(_base64_source)]
-    cache_control: CacheControl | None = None
-
-    def part(self) -> PicturePart:
-        """Return the picture as a part of a message."""
-        return PicturePart(EncodedPicture(self.source.data, self.source.media_type), "image blocks")
-
-
-class ThinkingBlock(StrictModel):
-    type: Literal["thinking"]
-    thinking: str
-    signature: str | None = None
-
-
-class ToolUseBlock(StrictModel):
-    type: Literal["tool_use"]
-    id: CallId
-    name: Name
-    input: dict[str, Any]
-    cache_control: CacheControl | None = None
-    caller: None = None
-
-
-class ToolResultBlock(StrictModel):
-    type: Literal["tool_result"]
-    tool_use_id: CallId
-    content: Text | None = None
-    is_error: bool | None = None
-    cache_control: CacheControl | None = None
-
-
-Block = Annotated[
-    Annotated[TextBlock, tag("text")]
-    | Annotated[ImageBlock, tag("image")]
-    | Annotated[ThinkingBlock, tag("thinking")]
-    | Annotated[ToolUseBlock, tag("tool_use")]
-    | Annotated[ToolResultBlock, tag("tool_result")],
-    by_type(),
-]
-Blocks = Annotated[
-    Turns[Block],
-    BeforeValidator(lambda it: [{"type": "text", "text": it}] if isinstance(it, str) else it),
-]
 
 
 class Turn(StrictModel):
