@@ -158,6 +158,8 @@ ROWS = (
         ("terminal", "tokens/s without", "with", "ratio", "ms a frame", "% of a core")),
     Row("soak_serve.py", "demo --minutes 0.1 --users 2",
         ("requests:", "memory of the last quarter", "computed again, 0 different"), kind="text"),
+    Row("load.py", "--alone --minutes 0.2 --clients 6",
+        ("requests", "TTFT p50 ms", "TPOT p50 ms", "slowdown p50", "p95")),
     Row("plan.py", "demo --out {out}/plan.jsonl --trace {out}/plan.safetensors --rounds 1"
         " --limits 500e6 --choice 0.25 --requests 1",
         ("settings", "measured ms", "planned ms"), then="--table",
