@@ -246,10 +246,10 @@ def test_gate_inputs_and_predictions_are_those_of_the_gates(tmp_path):
         for number in range(2):
             with recorder.request(number, "", 3):
                 model([7, 8, 9], PROMPT)
-                assert echo.at == (number, 4 * number, 3, True, echo.at.token_ids)
+                assert echo.at == (number, 4 * number, 3, True, echo.at.token_ids, None)
                 assert echo.at.token_ids.tolist() == [7, 8, 9]
                 model([5], TOKEN)
-                assert echo.at == (number, 4 * number + 3, 1, False, echo.at.token_ids)
+                assert echo.at == (number, 4 * number + 3, 1, False, echo.at.token_ids, None)
                 np.testing.assert_array_equal(echo.routed.inputs, model.routed[-1] * 3)
                 np.testing.assert_allclose(echo.routed.weights, [[0.0, 0.1]])
     journal.close()
