@@ -246,6 +246,13 @@ def router_cases(sizes: Sizes) -> Iterator[Case]:
                copied(multiply, product, keep))  # fmt: skip
     yield Case("router", "choice of experts", 1, 2 * sizes.experts, 4 * sizes.experts, FLOATS,
                copied(select, choice, keep), wide=False)  # fmt: skip
+    rows = torch.randn(SEQUENCES, sizes.hidden).to(DTYPE)
+    several = RouterCall(router, rows.data_ptr(), SEQUENCES)
+    several.products.normal_()
+    (_, (select_rows, choices)), keep_rows = several.stages, (keep, rows, several)
+    yield Case("router", "choice of experts", SEQUENCES, 2 * SEQUENCES * sizes.experts,
+               4 * SEQUENCES * sizes.experts, FLOATS,
+               copied(select_rows, choices, keep_rows))  # fmt: skip
     tables = [array("q", range(sizes.experts)) for _ in range(4)]
     lists = "sorted", "slots", "starts", "tokens", "rows", "found_places"
     ids, found = array("q", range(sizes.top_k)), array("q", [0] * (sizes.top_k + 1) * len(lists))
