@@ -49,8 +49,7 @@ class RouterCall:
         self._router = router
         self.ids = torch.empty(tokens, router.top_k, dtype=torch.int64)
         self.weights = torch.empty(tokens, router.top_k, dtype=router.dtype)
-        # Faster than torch.empty.
-        self._products = (router.products_memory if tokens == 1 else router.memory_of(tokens))()
+        self._products = router.memory_of(tokens)()  # faster than torch.empty
         product = router.copy_product(router.product)
         product.x, product.out, product.rows = x, ctypes.addressof(self._products), tokens
         results = (product.out, self.ids.data_ptr(), self.weights.data_ptr())
@@ -132,7 +131,6 @@ class CompiledRouter:
         self.product.outputs, self.product.inputs = self.weight.shape
         self.select_rows = kernel_entry("select_rows", self.weight.dtype)
         self._row = len(self.weight) * self.weight.itemsize  # bytes of a token's logits
-        self.products_memory = ctypes.c_byte * self._row
         structure = library().structure("Choice")
         self._copy_choice = structure.from_buffer_copy
         self.choice = structure(
