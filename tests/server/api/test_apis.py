@@ -167,7 +167,7 @@ class TestResponses:
         logprobs = response.output[0].content[0].logprobs
         assert "".join(token.token for token in logprobs) == "one two"
 
-    def test_what_codex_sends_besides_changes_no_answer(self, serve: Serve) -> None:
+    def test_further_fields_of_codex_change_no_answer(self, serve: Serve) -> None:
         running = serve(fake_engine("Hello"))
         body: Any = {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}}
         response = by_openai(running).responses.create(
