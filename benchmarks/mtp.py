@@ -2,12 +2,13 @@
 
     python benchmarks/mtp.py bench-data/glm-mtp [--caches 100% 75% 50% 25%] [--right 0 0.5 0.8 0.9]
 
-The folder gets a checkpoint of GLM-4.5's architecture with an MTP layer (3.3 GB): random weights,
-whose layers add so little to hidden states that a token's successor depends on the token alone, and
-that the MTP layer finds it. An answer is a given text: each token is the successor of the one
-before it with a probability of --right, and else a random one; so this share of predictions is
-right. The model and the MTP layer compute everything as always. The router of random numbers uses
-all experts alike, so a cache hits less often than with trained models.
+The folder gets a checkpoint in GLM-4.5-Air's proportions with an MTP layer (5.3 GB): random
+weights, whose layers add so little to hidden states that a token's successor depends on the token
+alone, and that the MTP layer finds it. An answer is a given text: each token is the successor of
+the one before with a probability of --right, and else a random one; so this share of predictions is
+right. The column "measured" has the share that the layer predicts. Model and layer compute
+everything as always. The router of random numbers uses all experts alike, so a cache hits less
+often than with trained models, and two tokens have fewer experts in common.
 
 Each repetition answers once with transformers' loop and once with drafts, in turns (A B B A).
 Ratios and intervals are over these pairs; above 1 drafts are faster.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,14 +38,20 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from greenroom.config import LoadConfig
 from greenroom.hf.load.load import load_with
 from greenroom.hf.text.drafting import DraftedLoop
+from greenroom.hf.text.next_tokens import NextTokens
 
-LAYERS, EXPERTS, TOP_K, WIDTH, HIDDEN = 16, 64, 8, 512, 1024
-VOCABULARY = 32_000
-SHARE = 0.02  # of what layers add to hidden states
-TINY = {"layers": 2, "experts": 8, "top_k": 2, "width": 64, "hidden": 128, "vocabulary": 1000}
+# The proportions of GLM-4.5-Air, whose hidden states have 4,096 numbers and which has 46 layers: of
+# the bytes of a token half are dense, attention above all.
+LAYERS, EXPERTS, TOP_K, WIDTH, HIDDEN, HEADS = 16, 128, 8, 384, 1024, 48
+VOCABULARY = 14_000
+SHARE = 1e-4  # of what layers would add to hidden states: an embedding is 100 times their sum
+TINY = {
+    "layers": 2, "experts": 8, "top_k": 2, "width": 64, "hidden": 128, "heads": 2,
+    "vocabulary": 1000,
+}  # fmt: skip
 LEAST_ID = 5
 COLUMNS = (
-    "experts in slots", "right", "tokens/s without", "tokens a pass", "with / without",
+    "experts in slots", "right", "measured", "tokens/s without", "tokens a pass", "with / without",
     "in CPU seconds",
 )  # fmt: skip
 
@@ -57,7 +65,7 @@ def make(folder: Path, sizes: dict[str, int]) -> None:
     config = Glm4MoeConfig(
         vocab_size=sizes["vocabulary"], hidden_size=hidden, intermediate_size=2 * hidden,
         moe_intermediate_size=sizes["width"], num_hidden_layers=layers + 1,
-        num_attention_heads=hidden // 64, num_key_value_heads=max(1, hidden // 256), head_dim=64,
+        num_attention_heads=sizes["heads"], num_key_value_heads=max(1, hidden // 256), head_dim=64,
         n_routed_experts=sizes["experts"], num_experts_per_tok=sizes["top_k"], n_shared_experts=1,
         first_k_dense_replace=0, n_group=1, topk_group=1, max_position_embeddings=4096,
         use_qk_norm=True, dtype="bfloat16",
@@ -115,8 +123,24 @@ def row_of(model: Any, cache: str, right: float, args: argparse.Namespace) -> li
     text, loop = text_of(model, prompt, right, args.tokens), DraftedLoop(model)
     if loop.obstacle:
         raise SystemExit(loop.obstacle)
+    found = right_share(model, prompt, text)
     cells = measured(model, f"{cache}, {right:g}", prompt, text, loop, args.repeats)
-    return [cache, f"{right:.0%}", *cells]
+    return [cache, f"{right:.0%}", f"{found:.0%}", *cells]
+
+
+def right_share(model: Any, prompt: list[int], text: list[int]) -> float:
+    """Return the share of a text's tokens that the MTP layer predicts."""
+    ids, guesses, right = list(prompt), NextTokens(model), 0
+    with guesses.reading(ids):
+        cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
+    for at, (token, following) in enumerate(pairwise(text)):
+        ids.append(token)
+        if at:
+            guesses.see(ids, len(ids) - 2, 1)
+        right += guesses.predict() == following
+        model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+    guesses.end()
+    return right / (len(text) - 1)
 
 
 def main() -> None:
@@ -130,7 +154,7 @@ def main() -> None:
     args = parser.parse_args()
     make(args.folder, TINY if args.tiny else {
         "layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K, "width": WIDTH, "hidden": HIDDEN,
-        "vocabulary": VOCABULARY,
+        "heads": HEADS, "vocabulary": VOCABULARY,
     })  # fmt: skip
     rows = []
     for cache in args.caches:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from greenroom.core.cache.cache import Cache
 from greenroom.core.events import Computed, ComputeGroup, Landed, Resized, Routed
 from greenroom.core.home_devices import home_devices, slots_per_device, spread
+from greenroom.core.pieces import Pieces
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import BudgetError, UsageError
 from greenroom.policies import POLICIES, policy
@@ -24,9 +25,9 @@ def test_the_hash_is_even_in_every_layer(counts, devices):
     offsets = np.concatenate([[0], np.cumsum(counts)]).tolist()
     if devices > offsets[-1]:
         with pytest.raises(UsageError, match="can be spread over 1 to"):
-            home_devices(offsets, devices)
+            home_devices(offsets, range(devices))
         return
-    home = home_devices(offsets, devices)
+    home = home_devices(offsets, range(devices))
     for layer, count in enumerate(counts):
         mine = home[offsets[layer] : offsets[layer + 1]]
         assert mine.tolist() == [(layer + e) % devices for e in range(count)]
@@ -40,7 +41,7 @@ def test_the_hash_is_even_in_every_layer(counts, devices):
 )
 def test_no_device_has_a_percent_more_than_its_share_of_a_real_model(devices, layers, experts):
     load = np.bincount(
-        home_devices(range(0, layers * experts + 1, experts), devices), minlength=devices
+        home_devices(range(0, layers * experts + 1, experts), range(devices)), minlength=devices
     )
     assert load.max() / load.mean() < 1.01
 
@@ -49,7 +50,7 @@ def test_no_device_has_a_percent_more_than_its_share_of_a_real_model(devices, la
 def test_the_experts_of_a_token_are_as_even_as_by_chance(devices):
     """Experts of a step on the busiest device, compared with randomly assigned devices."""
     rng = np.random.default_rng(1)
-    home = home_devices(range(0, 16 * 64 + 1, 64), devices)
+    home = home_devices(range(0, 16 * 64 + 1, 64), range(devices))
     drawn, hashed = [], []
     for _ in range(4000):
         chosen = rng.permutation(64)[:8] + 64 * rng.integers(16)
@@ -154,6 +155,41 @@ def test_a_resize_moves_nothing_to_another_device():
             slot = s.placement.slot(piece)
             assert slot % 2 == s.pieces.home_device[piece]
             assert slot // 2 < s.pieces.slots_per_device(capacity)[slot % 2]
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(POLICIES) if not policy(n).needs_trace])
+def test_devices_come_and_go_under_every_policy(name):
+    every = Pieces.unsplit([0, 6, 12], [1, 1], devices=3, active=(0, 1))
+    assert every.active_devices == [0, 1]
+    s = Scheduler(every, 6, policy(name), lanes=2)
+    driver, rng = RandomDriver(s, random.Random(1), 0.0), np.random.default_rng(0)
+    changes = [(6, None), (9, (0, 1, 2)), (3, (0,)), (4, (0, 2)), (8, (0, 2)), (12, (0, 1, 2))]
+    for number, (capacity, devices) in enumerate(changes * 2):
+        home = every.home_device.copy()
+        before = set(s.residents().tolist())
+        driver.send(Resized(capacity, devices=devices))
+        if devices is not None:
+            assert every.active_devices == list(devices)
+            assert every.home_device.tolist() == s.placement.home_device
+            kept = {piece for piece in before if every.home_device[piece] == home[piece]}
+            assert set(s.residents().tolist()) <= kept
+        chosen = np.sort(rng.permutation(6)[:2]) + 6 * (number % 2)
+        driver.run(number, number % 2, chosen.astype(np.int64), cancel=False, prefill=False)
+        assert sorted(driver.computed) == chosen.tolist()
+        each = every.slots_per_device(capacity)
+        assert [n > 0 for n in each] == [d in every.active_devices for d in range(3)]
+        for piece in s.residents().tolist():
+            slot = s.placement.slot(piece)
+            assert slot % 3 == every.home_device[piece]
+            assert slot // 3 < each[slot % 3]
+
+
+def test_devices_that_the_memory_does_not_have_are_refused():
+    s = Scheduler(pieces(devices=2), 12, policy("lru"), lanes=2)
+    with pytest.raises(UsageError, match="devices 0, 2: the cache was made for 2"):
+        s.view.check_capacity(12, devices=(0, 2))
+    with pytest.raises(BudgetError, match="2 devices need at least one slot each"):
+        s.view.check_capacity(1, devices=(0, 1))
 
 
 def test_devices_with_a_slot_for_every_expert_evict_nothing():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from greenroom.config import ServeConfig
-from greenroom.errors import GreenroomError, TooLong
+from greenroom.errors import GreenroomError, TooLong, UsageError
 from greenroom.server.engine.requests import Busy, Finished, Listener, PromptTokens, Request, Token
 from greenroom.server.engine.snapshot import Totals
 
@@ -42,6 +42,17 @@ class FakeTicket:
     @property
     def new(self) -> int:
         return self.sent_tokens
+
+
+class FakeDevices:
+    """The part of a model that changes its devices: it was loaded on two."""
+
+    devices = ("fake:0", "fake:1")
+
+    def use_devices(self, device: str) -> int:
+        if device != "fake,fake":
+            raise UsageError(f"devices {device[:64]}: this model was loaded on fake:0, fake:1")
+        return 14
 
 
 class FakeEngine:
@@ -77,6 +88,7 @@ class FakeEngine:
         self.now: tuple[str, float, str] = ("ready", 1.0, "")
         self.tickets: list[FakeTicket] = []
         self.resized: list[str | int] = []
+        self.greenroom = FakeDevices()
         self.stopped_after: float | None = None
         self.totals = Totals()
         self._lock = threading.Lock()

@@ -88,6 +88,10 @@ class LoadConfig(SchedulerConfig):
         "auto|cpu|cuda[:N][,cuda:N...]|fake",
         group=MACHINE, check=lambda value, name: parse_device(value), shown=True,
     )  # fmt: skip
+    spare_devices: int = option(
+        0, "how many of the GPUs in --device, counted from the last, have no experts at first;"
+        " they can be added while the model runs", "N", group=MACHINE, check=at_least(0),
+    )  # fmt: skip
     context: int = option(
         4096, "longest prompt and answer together, in tokens", "N",
         group=MEMORY, check=at_least(1), shown=True,
@@ -157,6 +161,10 @@ class LoadConfig(SchedulerConfig):
             raise UsageError(
                 "--repack reads experts from a copy of the model, which has none of --adapter's:"
                 " leave out one of them"
+            )
+        if self.spare_devices >= len(parse_device(self.device)[1]) and self.spare_devices:
+            raise UsageError(
+                f"--spare-devices {self.spare_devices}: --device {self.device} must name more GPUs"
             )
         if self.host_memory is not None and self.device == "cpu":
             raise UsageError(

@@ -106,16 +106,18 @@ class Cancelled:
 
 @dataclass(slots=True)
 class Resized:
-    """Event: the expert cache gets another number of slots, or another scope.
+    """Event: the expert cache gets another number of slots, another scope, or other devices.
 
     capacity: the new number of slots, counted in unsplit experts
     ahead:    how many slots prefetches may borrow at a time; None keeps the present number
     scope:    how layers divide the slots; None keeps the present scope
+    devices:  the devices that have experts; None keeps them
     """
 
     capacity: int
     ahead: int | None = None
     scope: Scope | None = None
+    devices: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)

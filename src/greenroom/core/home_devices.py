@@ -1,7 +1,8 @@
 """Home devices: the device that each expert is assigned to, and the slots of each device.
 
 An expert's home device is a hash of its ids (MoE-Infinity, appendix B.2), so no table is needed
-where the ids are known. The hash is (layer + expert) mod devices. It spreads every layer evenly;
+where the ids are known. The hash is (layer + expert) mod the number of active devices; spare ones,
+which may be added to a running model, have no experts. It spreads every layer evenly;
 a mixing hash would be even only over the whole model. An expert number that is popular in many
 layers is not always on the same device.
 
@@ -23,25 +24,27 @@ from greenroom.errors import BudgetError, UsageError
 T = TypeVar("T")
 
 
-def home_devices(offsets: Sequence[int], devices: int) -> NDArray[np.int64]:
+def home_devices(offsets: Sequence[int], active: Sequence[int]) -> NDArray[np.int64]:
     """Assign every expert of a model to a home device; returns the devices by dense id.
 
     offsets: the dense id of each layer's first expert, and the number of all experts, [layers + 1]
+    active:  the devices that get experts
 
     UsageError if a device would have no expert.
     """
-    if not 1 <= devices <= offsets[-1]:
+    if not 1 <= len(active) <= offsets[-1]:
         raise UsageError(f"{offsets[-1]} experts can be spread over 1 to {offsets[-1]} devices,"
-                         f" not {devices}: give fewer devices")  # fmt: skip
+                         f" not {len(active)}: give fewer devices")  # fmt: skip
     each = [layer + np.arange(b - a) for layer, (a, b) in enumerate(pairwise(offsets))]
-    return np.concatenate(each) % devices
+    return np.asarray(active, np.int64)[np.concatenate(each) % len(active)]
 
 
 def slots_per_device(capacity: int, experts_per_device: Sequence[int]) -> list[int]:
     """Divide cache slots among devices, in proportion to each device's experts.
 
     Numbers are rounded by the largest remainders. If there is a slot for every expert, each device
-    gets a slot for every expert of its own. BudgetError if a device would have no slot.
+    gets a slot for every expert of its own. A device without experts gets no slot. BudgetError if a
+    device with experts would have no slot.
     """
     total = sum(experts_per_device)
     exact = [capacity * n / total for n in experts_per_device]
@@ -49,9 +52,10 @@ def slots_per_device(capacity: int, experts_per_device: Sequence[int]) -> list[i
     by_remainder = sorted(range(len(slots)), key=lambda d: (slots[d] - exact[d], d))
     for device in by_remainder[: capacity - sum(slots)]:
         slots[device] += 1
-    if len(slots) > 1 and min(slots) < 1:
+    active = [n for n, experts in zip(slots, experts_per_device, strict=True) if experts]
+    if len(active) > 1 and min(active) < 1:
         raise BudgetError(
-            f"{len(slots)} devices need at least one slot each, but there are {capacity} cache"
+            f"{len(active)} devices need at least one slot each, but there are {capacity} cache"
             " slots: give the cache more memory"
         )
     return slots

@@ -154,7 +154,8 @@ class Pieces:
     layer:       the layer of each piece
     nbytes:      the size of each piece
     chunks:      the number of chunks in which each piece is transferred
-    home_device: the device on which each piece has its slot, of `devices` devices
+    home_device: the device on which each piece has its slot, of `devices` devices; some may be
+                 spare, and a running cache can change them (`Placement`)
 
     Pieces 0 to experts - 1 have the experts' dense ids: unsplit or exact experts, or top segments.
     Then follows the bottom segment or the low-precision copy of each expert, if experts are split
@@ -177,16 +178,18 @@ class Pieces:
         nbytes: Sequence[int],
         chunks: Sequence[int] | None = None,
         devices: int = 1,
+        active: Sequence[int] | None = None,
     ) -> Pieces:
         """Make the pieces of a model whose experts are not split: one piece for each expert.
 
         offsets: the dense id of each layer's first expert, and the number of experts, [layers + 1]
         nbytes:  the size of an expert, by layer
         chunks:  the number of transfers of each piece (default: 1)
+        active:  the devices that have experts (default: all)
 
         A piece has the id of its expert.
         """
-        return cls._of(offsets, (nbytes,), chunks, devices)
+        return cls._of(offsets, (nbytes,), chunks, devices, active)
 
     @classmethod
     def with_split(
@@ -218,6 +221,7 @@ class Pieces:
         nbytes: Sequence[Sequence[int]],
         chunks: Sequence[int] | None,
         devices: int = 1,
+        active: Sequence[int] | None = None,
     ) -> Pieces:
         """Make pieces of several kinds, one of each kind for every expert.
 
@@ -230,7 +234,7 @@ class Pieces:
             layer=np.tile(layer, len(nbytes)),
             nbytes=np.asarray(nbytes, np.int64)[:, layer].ravel(),
             chunks=np.asarray(ones if chunks is None else chunks, np.int64),
-            home_device=np.tile(home_devices(offsets, devices), len(nbytes)),
+            home_device=np.tile(home_devices(offsets, active or range(devices)), len(nbytes)),
             devices=devices,
         )
 
@@ -256,16 +260,34 @@ class Pieces:
         piece = self.experts + expert
         return piece if piece < len(self) and self.nbytes[piece] else -1
 
-    def slots_per_device(self, capacity: int) -> list[int]:
+    def slots_per_device(self, capacity: int, active: Sequence[int] | None = None) -> list[int]:
         """Divide a number of cache slots among devices, in proportion to each device's experts.
 
-        BudgetError if one of several devices would have no slot.
+        A device without experts gets none. `active` are the devices with experts, in place of the
+        present ones. BudgetError if one of them would get none.
         """
         if self.devices == 1:
             return [capacity]
-        return slots_per_device(
-            capacity, np.bincount(self.home_device, minlength=self.devices).tolist()
-        )
+        if active is not None:
+            return self.on_devices(active).slots_per_device(capacity)
+        return slots_per_device(capacity, self._experts_per_device.tolist())
+
+    @property
+    def active_devices(self) -> list[int]:
+        """Return the devices that have experts, ascending."""
+        return np.flatnonzero(self._experts_per_device).tolist()
+
+    @property
+    def _experts_per_device(self) -> Ints:
+        return np.bincount(self.home_device[: self.experts], minlength=self.devices)
+
+    def on_devices(self, active: Sequence[int]) -> Pieces:
+        """Return the same pieces with home devices among `active`, which get all experts.
+
+        UsageError for a number of devices that cannot have all experts.
+        """
+        home = np.tile(home_devices(self.offsets, active), len(self) // self.experts)
+        return replace(self, home_device=home)
 
     @property
     def layers(self) -> int:

@@ -321,7 +321,7 @@ def machine_options(
     if machine is None:
         return {}
     costs, expert = costs_of(config, trace, machine, processor=config.processor, store=config.store)
-    home_devices(trace.offsets.tolist(), config.devices)  # only checks: UsageError
+    home_devices(trace.offsets.tolist(), range(config.devices))  # only checks: UsageError
     check_co_compute(config, costs)
     return {
         "costs": costs,

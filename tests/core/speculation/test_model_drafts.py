@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from greenroom.core.speculation import speculation
-from greenroom.core.speculation.model_drafts import FIRST_CHANCE, Chance
+from greenroom.core.speculation.model_drafts import FIRST_CHANCE, LONGEST_WAIT, Chance
 from greenroom.core.speculation.pace import PassTimes
 from greenroom.core.speculation.speculation import Speculation
 
@@ -24,7 +24,7 @@ def run(right: bool, passes: int, seconds_of_two: float) -> tuple[Speculation, i
     for _ in range(passes):
         (draft,) = made.choose([drafter], [9])
         assert draft in ([], [5])
-        new = [5, 6] if draft and right else [6]
+        new = [5] * (1 + len(draft)) if right else [6]
         made.record([draft], len(new), seconds_of_two if draft else 1.0)
         drafter.extend(new)
     assert len(drafter) > passes
@@ -33,31 +33,57 @@ def run(right: bool, passes: int, seconds_of_two: float) -> tuple[Speculation, i
 
 def test_right_predictions_are_verified_in_each_pass() -> None:
     made, calls = run(right=True, passes=200, seconds_of_two=1.2)
-    assert made.counts.accepted == made.counts.drafted == calls > 100
+    assert made.counts.accepted == made.counts.drafted > 150
+    assert calls == made.counts.drafted + 2  # after two right predictions the first was verified
 
 
-def test_wrong_predictions_end_and_are_tried_again_rarely() -> None:
+def test_wrong_predictions_are_only_compared_and_rarely() -> None:
     made, calls = run(right=False, passes=1000, seconds_of_two=1.2)
-    assert made.counts.accepted == 0
-    assert 4 < calls == made.counts.drafted < 16  # after 64, 128, 256 and 512 passes, and at first
+    assert made.counts.drafted == 0
+    assert calls == 6  # after 8, 16, 32, ... passes
 
 
-def test_predictions_are_tried_again_as_often_as_at_first_once_they_are_worthwhile() -> None:
-    chance, tries = Chance(), list[int]()
-    for worthwhile in [False] * 500 + [True] + [False] * 200:
-        if worthwhile or chance.is_due:
-            chance.predict()
-            tries.append(0)
+def predicted(events: str, right: str) -> list[int]:
+    """The passes with a prediction: of those in `events`, "v" verifies one if there is any.
+
+    `right` tells for each prediction whether it is: "+" or "-"; the last one stands for the rest.
+    """
+    chance, found = Chance(), list[int]()
+    for number, event in enumerate(events):
+        if event == "v":
+            chance.verify()
+        elif chance.is_due:
+            chance.compare()
         else:
             chance.skip()
-            tries.append(1)
-    predicted = [at for at, skipped in enumerate(tries) if not skipped]
-    assert predicted == [64, 193, 450, 500, 565, 694]
+            continue
+        found.append(number)
+        chance.record(right[min(len(found), len(right)) - 1] == "+")
+    return found
+
+
+def test_wrong_predictions_double_the_passes_until_the_next() -> None:
+    assert predicted("." * 300, "-") == [8, 25, 58, 123, 252]
+
+
+def test_right_predictions_come_in_runs_of_four() -> None:
+    assert predicted("." * 60, "+") == [8, 9, 10, 11, 28, 29, 30, 31]
+    assert predicted("." * 60, "++-") == [8, 9, 10, 27]
+
+
+def test_predictions_are_compared_as_often_as_at_first_after_one_was_verified() -> None:
+    assert predicted("." * 100 + "v" + "." * 30, "-") == [8, 25, 58, 100, 109, 126]
+
+
+def test_no_more_passes_than_the_most_lie_between_predictions() -> None:
+    found = predicted("." * 5000, "-")
+    assert found[-1] - found[-2] == LONGEST_WAIT + 1
 
 
 def test_predictions_that_take_too_long_end() -> None:
-    _, calls = run(right=True, passes=1000, seconds_of_two=2.5)
-    assert calls < 40
+    made, calls = run(right=True, passes=1000, seconds_of_two=2.5)
+    assert made.counts.drafted < 15
+    assert calls < 120
 
 
 def test_nothing_is_predicted_where_no_draft_fits(monkeypatch: Any) -> None:
@@ -86,5 +112,5 @@ def test_a_time_that_was_long_once_is_measured_again() -> None:
     for number in range(3000):
         (draft,) = made.choose([drafter], [9])
         made.record([draft], 1 + len(draft), (9.0 if number < 3 else 1.1) if draft else 1.0)
-        drafter.extend([5, 6] if draft else [6])
+        drafter.extend([5] * (1 + len(draft)))
     assert made.counts.passes > 500

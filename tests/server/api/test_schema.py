@@ -22,6 +22,7 @@ SERVED = [
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
     ("POST", "/v1/admin/cache"),
+    ("POST", "/v1/admin/devices"),
     ("POST", "/v1/admin/cancel"),
     ("POST", "/api/chat"),
     ("POST", "/api/generate"),

@@ -106,6 +106,16 @@ class TestKeys:
         for wrong in ({"cache": 20}, {"size": "20%"}, {"cache": ""}):
             assert running.post("/v1/admin/cache", wrong, headers=headers).status_code == 400
 
+    def test_a_client_with_the_key_changes_the_devices(self, serve: Serve) -> None:
+        running = serve(fake_engine("Hi"), key=KEY)
+        headers, path = {"x-api-key": KEY}, "/v1/admin/devices"
+        response = running.post(path, {"devices": "fake,fake"}, headers=headers)
+        assert response.json() == {"slots": 14, "devices": ["fake:0", "fake:1"]}
+        assert running.post(path, {"devices": "fake,fake"}).status_code == 401
+        for wrong in ({"devices": "cuda:7"}, {"devices": 1}, {"cache": "20%"}):
+            response = running.post(path, wrong, headers=headers)
+            assert response.status_code == 400, response.text
+
     def test_a_server_without_a_key_refuses_resizes(self, running: Running) -> None:
         response = running.post("/v1/admin/cache", {"cache": "20%"})
         assert response.status_code == 403

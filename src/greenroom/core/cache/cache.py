@@ -12,7 +12,7 @@ import numpy as np
 from greenroom.core.cache import serving
 from greenroom.core.cache.bound import bind_steadily
 from greenroom.core.cache.scope import Scope
-from greenroom.core.cache.state import empty_state, group_sizes, preload
+from greenroom.core.cache.state import empty_state, group_sizes, preload, slot_groups
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import (
     NO_ROWS,
@@ -90,6 +90,8 @@ class Cache:
         each, self._policy_states = len(sizes) // pieces.devices, []
         for device, part in enumerate(self._device_states):
             own_sizes = tuple(sizes[device * each : (device + 1) * each])
+            if not any(own_sizes):  # a spare device: as many as the first has
+                own_sizes = tuple(sizes[:each])
             setup = policy.setup(pieces.layer, part.group_of, own_sizes, pieces.layers, seed, trace)
             self._policy_states.append(policy.build_state(setup))
             if policy.preload is not None:
@@ -106,13 +108,8 @@ class Cache:
         self._all_hit = np.ones(pieces.layer.size, np.int64), np.full(pieces.layer.size, -1)
 
     def _empty(self, sizes: list[int]) -> CacheState:
-        pieces, each = self.pieces, len(sizes) // self.pieces.devices
         self.sizes = sizes
-        if pieces.devices == 1:
-            return empty_state(pieces.layer, sizes)
-        return empty_state(
-            pieces.layer, sizes, pieces.home_device * each + (pieces.layer if each > 1 else 0)
-        )
+        return empty_state(self.pieces.layer, sizes, slot_groups(self.pieces, sizes))
 
     def _divided(self) -> list[CacheState]:
         """Divide the cache's state by device, as each device's eviction policy sees it."""
@@ -289,10 +286,13 @@ class Cache:
         self.check_pinned(sizes, self.pinned_set if pinned_set is None else pinned_set)
         return sizes
 
-    def check_pinned(self, sizes: Sequence[int], pinned_set: Ints) -> None:
-        of_groups = np.bincount(self.state.group_of[pinned_set], minlength=len(sizes))
+    def check_pinned(
+        self, sizes: Sequence[int], pinned_set: Ints, group_of: Ints | None = None
+    ) -> None:
+        group_of = self.state.group_of if group_of is None else group_of
+        of_groups = np.bincount(group_of[pinned_set], minlength=len(sizes))
         for size, count in zip(sizes, of_groups.tolist(), strict=True):
-            if count >= size:
+            if count and count >= size:
                 raise BudgetError(
                     f"{count} pinned experts leave none of {size} cache slots for the others:"
                     f" pin fewer experts (--pin), or give the cache memory for more than {count}"

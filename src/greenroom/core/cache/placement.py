@@ -10,7 +10,9 @@ from collections.abc import Collection, Sequence
 from greenroom.core.cache.buffer import BorrowedSlot, BorrowState, PrefetchBuffer
 from greenroom.core.cache.cache import Cache
 from greenroom.core.cache.reshape import (
+    check_new_devices,
     check_new_scope,
+    evict_moving,
     initial_tier_slots,
     kinds_of,
     reshape,
@@ -32,7 +34,7 @@ class Placement:
     capacity:   the number of slots, counted in unsplit experts
     target_capacity: the requested number of slots; it differs from `capacity` until a resize is
                      applied
-    resizing:   whether a requested resize, or another scope, is still to be applied
+    resizing:   whether a requested resize, another scope or other devices are still to be applied
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Placement:
         self._kinds = kinds_of(self.cache)
         self.target_capacity, self._ahead = capacity, ahead
         self.resizing = self._rescoped = False
+        self._new_home: Ints | None = None  # home devices that a requested resize brings
         self._set_capacity(capacity)
         self.buffer = PrefetchBuffer(self._borrow_limit())
 
@@ -165,27 +168,41 @@ class Placement:
         # Every expert has a slot, once it has been loaded.
         self.holds_all = self.cache.capacity >= len(self.pieces) and not self.secondary
 
-    def resize(self, capacity: int, ahead: int | None, scope: Scope | None = None) -> None:
-        """Request another capacity or scope of the cache, which `apply_resize` applies later.
+    def resize(
+        self,
+        capacity: int,
+        ahead: int | None,
+        scope: Scope | None = None,
+        devices: Sequence[int] | None = None,
+    ) -> None:
+        """Request another capacity, scope or devices, which `apply_resize` applies later.
 
-        `ahead` is the number of slots that prefetches may borrow at a time. This
-        limit changes at once. None keeps the present limit, or the present scope. UsageError or
-        BudgetError for an impossible scope.
+        `ahead` is the number of slots that prefetches may borrow at a time. This limit changes at
+        once. None keeps the present limit, scope or devices. UsageError or BudgetError for an
+        impossible scope, or for devices that cannot have the experts.
         """
+        if devices is not None:
+            self._new_home = check_new_devices(self.cache, capacity, devices)
         if scope is not None:
             check_new_scope(self.cache, capacity, scope)
             self.cache.scope, self._rescoped = scope, True
         self.target_capacity = capacity
-        self.resizing = self._rescoped or capacity != self.capacity
+        self.resizing = self._rescoped or self._new_home is not None or capacity != self.capacity
         if ahead is not None:
             self._ahead = ahead
         self.buffer.size = self._borrow_limit()
 
     def apply_resize(self) -> list[Action]:
-        """Apply the requested cache capacity and scope; return moves of residents, then a `Trim`.
+        """Apply the requested resize; return moves of residents, then a `Trim`.
 
         No transfer may be under way.
         """
+        if self._new_home is not None:
+            evict_moving(self.cache, self._new_home)
+            # In place: the queue, the kernels' slots and the cache read the same arrays.
+            self.pieces.home_device[:] = self._new_home
+            self.home_device[:] = self._new_home.tolist()
+            self._new_home = None
         self.tier_slots, moves = reshape(self.cache, self.tier_slots, self.target_capacity)
         self._set_capacity(self.target_capacity)
         self.resizing = self._rescoped = False

@@ -7,13 +7,14 @@ moves to a slot of another kind.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from greenroom.core.cache.cache import Cache
 from greenroom.core.cache.scope import Scope
-from greenroom.core.cache.state import group_sizes
+from greenroom.core.cache.state import group_sizes, slot_groups
 from greenroom.core.events import Move
 from greenroom.core.pieces import Ints
 from greenroom.errors import UsageError
@@ -81,6 +82,29 @@ def check_new_scope(cache: Cache, capacity: int, scope: Scope) -> None:
             " way round: choose --scope when the model is loaded"
         )
     cache.check_pinned(group_sizes(cache.pieces, capacity, scope), cache.pinned_set)
+
+
+def check_new_devices(cache: Cache, capacity: int, devices: Sequence[int]) -> Ints:
+    """Return every piece's home device if only `devices` have experts.
+
+    UsageError for devices that the memory does not have. BudgetError if one would have no slot, or
+    only slots of pinned experts.
+    """
+    if not set(devices) <= set(range(cache.pieces.devices)):
+        raise UsageError(
+            f"devices {', '.join(map(str, devices))}: the cache was made for {cache.pieces.devices}"
+        )
+    pieces = cache.pieces.on_devices(devices)
+    sizes = group_sizes(pieces, capacity, cache.scope)
+    cache.check_pinned(sizes, cache.pinned_set, slot_groups(pieces, sizes))
+    return pieces.home_device
+
+
+def evict_moving(cache: Cache, home_device: Ints) -> None:
+    """Evict the residents whose home device changes to another one of `home_device`."""
+    for piece in cache.residents().tolist():
+        if home_device[piece] != cache.pieces.home_device[piece]:
+            cache.remove(piece, cache.now[0])
 
 
 def initial_tier_slots(cache: Cache) -> Ints:

@@ -85,7 +85,8 @@ def least_capacity(pieces: Pieces, scope: Scope) -> int:
     check_scope(scope, pieces.layers)
     if pieces.split is None:
         for_copies = pieces.copies.reserved if pieces.copies is not None else 0
-        return pieces.devices * (1 if scope == "shared" else pieces.layers) + for_copies
+        groups = len(pieces.active_devices) * (1 if scope == "shared" else pieces.layers)
+        return groups + for_copies
     tops = pieces.split.tops
     least = max(tops) if scope == "shared" else sum(tops)
     return -(-(least + pieces.split.reserved) // pieces.split.unsplit_bytes)

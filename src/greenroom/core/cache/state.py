@@ -15,7 +15,8 @@ from greenroom.core.policy import CacheState
 def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
     """Return the number of slots of each of the cache's slot groups.
 
-    Each device has its own slot groups; the groups are in the order of their devices.
+    Each device has its own slot groups; the groups are in the order of their devices. Those of a
+    device without experts have no slots.
 
     `capacity` is the cache's memory, counted in unsplit experts. If experts are split, the memory
     that the slots for bottom segments leave is divided into slots for top segments. Slots for low-
@@ -27,11 +28,25 @@ def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
         capacity = exact_slots(pieces.copies, capacity)
     sizes: list[int] = []
     for device, share in enumerate(pieces.slots_per_device(capacity)):
+        if not share and pieces.devices > 1:  # a spare device
+            sizes += [0] * (1 if scope == "shared" else pieces.layers)
+            continue
         experts_per_device = np.bincount(
             pieces.layer[pieces.home_device == device], minlength=pieces.layers
         )
         sizes += split_capacity(share, pieces.layers, scope, experts_per_device.tolist())
     return sizes
+
+
+def slot_groups(pieces: Pieces, sizes: Sequence[int]) -> Ints | None:
+    """Return the slot group of each piece, of as many as `sizes`, on several devices.
+
+    On one device the result is None, the default of `empty_state`.
+    """
+    if pieces.devices == 1:
+        return None
+    each = len(sizes) // pieces.devices
+    return pieces.home_device * each + (pieces.layer if each > 1 else 0)
 
 
 def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None) -> CacheState:

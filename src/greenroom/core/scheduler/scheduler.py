@@ -379,7 +379,7 @@ class Scheduler:
 
     def _resized(self, event: Resized, actions: list[Action]) -> None:
         """Request a resize, which waits for the current step and for prefetches under way."""
-        self.placement.resize(event.capacity, event.ahead, event.scope)
+        self.placement.resize(event.capacity, event.ahead, event.scope, event.devices)
         self.transfers.busy = True  # slots may be borrowed again: update the pace of links
         self._try_resize(actions)
 

@@ -14,7 +14,7 @@ import numpy as np
 from greenroom.core.cache.buffer import BorrowState
 from greenroom.core.cache.learned import export_learned, restore_learned
 from greenroom.core.cache.placement import Placement
-from greenroom.core.cache.reshape import check_new_scope
+from greenroom.core.cache.reshape import check_new_devices, check_new_scope
 from greenroom.core.cache.scope import Scope
 from greenroom.core.counts import Counts
 from greenroom.core.pieces import Ints
@@ -110,15 +110,25 @@ class StateView:
         """
         return self._placement.cache.sizes
 
-    def check_capacity(self, capacity: int, pinned_set: Ints | None = None) -> None:
+    def check_capacity(
+        self,
+        capacity: int,
+        pinned_set: Ints | None = None,
+        devices: Sequence[int] | None = None,
+    ) -> None:
         """Check that a cache capacity leaves each slot group an unpinned slot.
 
         capacity:   the number of cache slots, counted in unsplit experts
         pinned_set: the experts that are never evicted; None: the present set
+        devices:    those that are to have all experts, in place of the present ones
 
         BudgetError if a slot group would have only pinned experts.
         """
-        self._placement.cache.sizes_for(capacity, pinned_set)
+        cache = self._placement.cache
+        if devices is None:
+            cache.sizes_for(capacity, pinned_set)
+        else:
+            check_new_devices(cache, capacity, devices)
 
     def export_learned(self) -> Arrays:
         """Export what the eviction policy has learned; empty if it learns nothing."""

@@ -82,8 +82,6 @@ class Drafter:
     It also observes which drafts would have been right, whether they are used or not.
     """
 
-    due = 0  # draft tokens that the next pass should verify in any case
-
     def __init__(self, acceptance: Acceptance, history: History | None = None) -> None:
         self._text, self._acceptance, self._history = SuffixAutomaton(), acceptance, history
         self._matches: list[tuple[SuffixAutomaton, Match]] = []

@@ -58,9 +58,6 @@ class Speculation:
             for draft, limit in zip(drafts, limits, strict=True)
         ]
         lengths = worthwhile(drafts, self._times, self._most)
-        if not any(lengths):
-            due = zip(drafters, drafts, strict=True)
-            lengths = [min(each.due, len(draft.tokens)) for each, draft in due]
         self._has_drafts = any(lengths)
         if not self.guard.on:
             return [[] for _ in drafts]

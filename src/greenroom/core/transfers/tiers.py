@@ -167,7 +167,7 @@ def host_slot_groups(pieces: Pieces, capacity: int) -> list[tuple[int, Ints]]:
 
 def least_host_slots(pieces: Pieces) -> int:
     """Return the smallest capacity of a host tier, counted in experts."""
-    return pieces.layers if _scope(pieces) == "per-layer" else pieces.devices
+    return pieces.layers if _scope(pieces) == "per-layer" else len(pieces.active_devices)
 
 
 def _scope(pieces: Pieces) -> Scope:
@@ -182,8 +182,9 @@ def _scope(pieces: Pieces) -> Scope:
 def _kind(pieces: Pieces, number: int) -> Pieces:
     """Return the pieces of one kind, by expert: 0 for experts or top segments, 1 for secondary."""
     first, end = number * pieces.experts, (number + 1) * pieces.experts
+    # A copy of the home devices: slots of host memory stay where they are when these change.
     return replace(
         pieces, layer=pieces.layer[first:end], nbytes=pieces.nbytes[first:end],
-        chunks=pieces.chunks[first:end], home_device=pieces.home_device[first:end],
+        chunks=pieces.chunks[first:end], home_device=pieces.home_device[first:end].copy(),
         split=None, copies=None,
     )  # fmt: skip

@@ -10,16 +10,17 @@ from typing import Any, NoReturn
 from transformers import PreTrainedModel
 
 from greenroom.core.cache.buffer import default_borrow_limit
-from greenroom.core.counts import Counts
 from greenroom.core.events import Idle, Resized
 from greenroom.errors import ClosedError, UnsupportedCall
 from greenroom.hf.attach import module_guard
 from greenroom.hf.attach.bindings import Bindings
+from greenroom.hf.attach.devices import change_devices, device_names
 from greenroom.hf.attach.drivers import make_driver
 from greenroom.hf.attach.materialize import check as check_materialize
 from greenroom.hf.attach.materialize import materialize
 from greenroom.hf.attach.pass_hooks import Observer, PassHooks
 from greenroom.hf.attach.predictors import prefetch_predictors, running_predictor
+from greenroom.hf.attach.statistics import collect_stats, totals
 from greenroom.hf.attach.task_pins import TaskPins
 from greenroom.hf.history import split_counts
 from greenroom.hf.history.split_counts import HeadTimer, SplitCounts
@@ -36,20 +37,11 @@ from greenroom.plan.history.recent import RecentRouting
 from greenroom.predictors import predictor
 from greenroom.predictors.helpers.compiling import compile_predictor
 from greenroom.runtime.driver.copier import Store
-from greenroom.runtime.driver.meter import Meter, subtract_counts
-from greenroom.runtime.driver.stats import (
-    Stats,
-    approximation_stats,
-    host_stats,
-    link_stats,
-    prefetch_stats,
-    split_stats,
-)
+from greenroom.runtime.driver.stats import Stats
 from greenroom.runtime.driver.timeline import Timeline
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.dense.stored import dense_bytes
 from greenroom.runtime.kernels.table import make_kernel
-from greenroom.runtime.memory.system import peak_rss_bytes
 
 
 class Greenroom:
@@ -103,7 +95,8 @@ class Greenroom:
         self._warm_start = WarmStart(key, self.driver, history, name, self.predictor)
         self._close = weakref.finalize(model, self.driver.close)
         self._fixed_slots, self._resize_lock = setup.capacity, threading.Lock()
-        self._stats_base = self._totals()
+        self._slots_each = setup.capacity / setup.active_devices  # on each device
+        self._stats_base = totals(self.driver, self._host_tier)
         self.bindings = Bindings(self.kernel, modules, setup, self.engines, self.driver)
         observers: list[Observer] = [
             each for each in (self._split_counts, self._recent_routing) if each is not None
@@ -204,53 +197,13 @@ class Greenroom:
 
     def stats(self) -> Stats:
         """Return the expert cache's statistics since loading, or since the last `reset_stats`."""
-        driver, catalog = self.driver, self.setup.catalog
-        driver.predictions.drain()
-        counts_before, meter_before, requests, hits = self._stats_base
-        counts = subtract_counts(driver.scheduler.view.counted(), counts_before)
-        meter = subtract_counts(driver.meter.copy(), meter_before)
-        return Stats(
-            policy=driver.scheduler.policy.name,
-            kernels=self.bindings.kernel_description,
-            capacity=self.capacity,
-            capacity_least=driver.capacity_range[0],
-            capacity_most=driver.capacity_range[1],
-            experts=catalog.experts,
-            slot_bytes=catalog.slot_bytes,
-            passes=meter.passes,
-            expert_requests=counts.requests,
-            expert_hits=counts.hits,
-            hit_ratio=counts.hits / counts.requests if counts.requests else 0.0,
-            bytes_read=meter.bytes_read,
-            stall_s=meter.stall_s,
-            peak_rss_bytes=peak_rss_bytes(),
-            memory_bytes=self.memory_bytes,
-            budget_bytes=self.setup.budget_bytes,
-            prefetch=prefetch_stats(driver, self.predictor, counts, meter),
-            stalls=dict(meter.stalls),
-            links=link_stats(driver, meter),
-            split=split_stats(driver, counts),
-            approximated=approximation_stats(driver, counts, self.setup.approximation),
-            co_compute=host_stats(driver, counts, meter.host_s),
-            pressure=None if self.pressure is None else self.pressure.stats(),
-            host=None if self._host_tier is None else {
-                "capacity": self._host_tier.capacity,
-                "requests": self._host_tier.requests - requests,
-                "hits": self._host_tier.hits - hits,
-            },
-        )  # fmt: skip
+        return collect_stats(self, self._host_tier, self._stats_base)
 
     def reset_stats(self) -> None:
         """Restart the expert cache's statistics at 0; cached experts stay in memory."""
-        self._stats_base = self._totals()
+        self._stats_base = totals(self.driver, self._host_tier)
         self.driver.capacity_range = self.capacity, self.capacity
         self.driver.scheduler.view.accuracy.reset()
-
-    def _totals(self) -> tuple[Counts, Meter, int, int]:
-        """Return all counters since loading: cache, reads, requests and hits in host memory."""
-        driver, tier = self.driver, self._host_tier
-        host_counts = (0, 0) if tier is None else (tier.requests, tier.hits)
-        return driver.scheduler.view.counted(), driver.meter.copy(), *host_counts
 
     def timeline(self, on: bool = True) -> Timeline | None:
         """Start or stop recording the times of expert reads and computations.
@@ -272,18 +225,42 @@ class Greenroom:
         grows. Returns the number of slots. Raises ClosedError after `detach`, and UsageError or
         BudgetError for an impossible size.
         """
-        if not self._close.alive:
-            raise ClosedError(
-                "the expert cache of this model was detached and cannot be resized: load the model"
-                " again with greenroom.load"
-            )
+        self._check_open()
         slots = slots_for(cache, self.setup.catalog, "cache")
         self.driver.scheduler.view.check_capacity(slots)
         with self._resize_lock:
             self.hooks.slot_budget = None
             self._fixed_slots = slots
             self.driver.resize(slots)
+            self._slots_each = slots / len(self.driver.pieces.active_devices)
         return self.capacity
+
+    def use_devices(self, device: str) -> int:
+        """Distribute the experts over other devices of those that the model was loaded on.
+
+        `device` names them as `--device` does: "cuda:0,cuda:1". The model may be in use; its output
+        does not change. Each device has as many slots as before. Returns the number of slots.
+        Raises ClosedError after `detach`, UsageError for devices that the model was not loaded on,
+        BudgetError or DeviceError if there is too little memory; nothing has changed then.
+        """
+        self._check_open()
+        with self._resize_lock:
+            each = self._slots_each
+            change_devices(device, self.setup, self.driver, self.slot_budget, each)
+            self._fixed_slots = self.capacity
+        return self.capacity
+
+    @property
+    def devices(self) -> list[str]:
+        """Return the names of the devices that have experts; empty without a GPU."""
+        return device_names(self.setup, self.driver.pieces.active_devices)
+
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise ClosedError(
+                "the expert cache of this model was detached and cannot be resized: load the model"
+                " again with greenroom.load"
+            )
 
     def use_slot_budget(self, slot_budget: SlotBudget) -> None:
         """Resize the expert cache when the KV cache grows: both share one memory budget."""

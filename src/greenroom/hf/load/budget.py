@@ -65,7 +65,8 @@ def budget_for(
     gpu = None
     if engines:
         memory = None if config.cache is not None else config.memory
-        gpu = DeviceBudget(memory, lambda: min(each.memory() for each in engines))
+        active = engines[: setup.active_devices]
+        gpu = DeviceBudget(memory, lambda: min(each.memory() for each in active))
     if engines or config.host_memory is not None:
         setup = with_host_tier(setup, config)
     catalog = description.skeleton.catalog
@@ -81,7 +82,11 @@ def budget_for(
     nbytes = gpu.nbytes if gpu else budget_bytes(config.memory)
     options: dict[str, Any] = {}
     if gpu:
-        options = {"label": gpu.LABEL, "devices": len(engines), "release": engines[0].release}
+        options = {
+            "label": gpu.LABEL,
+            "devices": setup.active_devices,
+            "release": engines[0].release,
+        }
     slot_budget = description.slot_budget(
         config.readers, setup.kernels in COMPILED, nbytes, least, caller_bytes, **options
     )

@@ -61,6 +61,7 @@ def requested_setup(
         fake=kind == "fake",
         cuda=description.keys_values.on_a_gpu,
         devices=devices,
+        spare_devices=config.spare_devices,
         config=config,
         readers=config.readers,
         direct=config.direct,

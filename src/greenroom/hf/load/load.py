@@ -43,7 +43,7 @@ def load(
     context: int = 4096, kv: str = "dynamic", disk_tables: str | int = "64MiB",
     pressure: str = "auto", readers: int = 4, direct: str = "auto", repack: str | None = None,
     read_limit: str | int | None = None, dtype: str = "auto", config: str | None = None,
-    adapter: str | tuple[str, ...] | None = None, threads: int | None = None,
+    adapter: str | tuple[str, ...] | None = None, threads: int | None = None, spare_devices: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
@@ -58,6 +58,7 @@ def load(
     kv: type of the KV cache: dynamic, offloaded; int8 or int4, which change the output
     disk_tables: least size of an input embedding that stays on disk, "64MiB", or "off"
     device: auto (cuda if torch has it), cpu, cuda, "cuda:0,cuda:1", fake (for tests)
+    spare_devices: how many of several GPUs have no experts until `model.greenroom.use_devices`
     dtype: dtype to compute in: auto (that of the checkpoint), bfloat16, float16, float32
     kernels: code for experts: auto, eager (as transformers), native, precise, rounded, triton
     config: of a GGUF file, the folder, file or hub id with the original config and tokenizer
@@ -80,7 +81,6 @@ def load(
     demand_order: order in which a layer's missing experts are read: id, hottest (most tokens)
     expert_order: order of computing experts: resident (in memory first), cached, id, access
     co_compute: compute experts missing on a GPU on the CPU: off, auto (last bits may differ)
-
     Options for approximate experts, which change the output:
     miss_precision: compute missing experts from a pack's low-precision copies: off, int8, int4
     low_below: share of a token's gate weights below which a missing expert's copy is computed

@@ -48,7 +48,8 @@ class ModelSetup:
     kernel_fallback: str = ""  # why --kernels auto means eager here
     fake: bool = False
     cuda: bool = False
-    devices: tuple[int, ...] = (0,)  # their numbers; experts are distributed over all
+    devices: tuple[int, ...] = (0,)  # their numbers
+    spare_devices: int = 0  # how many of them, the last ones, have no experts at first
     host_capacity: int = 0
     host_policy: str = "auto"
     config: SchedulerConfig = NO_OPTIONS  # the options of the scheduler
@@ -67,6 +68,11 @@ class ModelSetup:
     def router_catalog(self) -> Catalog:
         """Return the catalog with the numbers of experts that the model's routers choose from."""
         return self.catalog if self.variants is None else self.variants.of_model(self.catalog)
+
+    @property
+    def active_devices(self) -> int:
+        """Return the number of devices that experts are distributed over at first."""
+        return len(self.devices) - self.spare_devices
 
     @property
     def approximation(self) -> Approximation | None:

@@ -128,6 +128,23 @@ class SlotBudget:
                 self._driver.resize(target)
             self._limit, self._resized_for = limit, self._last_need.total
 
+    def use_devices(self, devices: Sequence[int]) -> None:
+        """Distribute the experts over other devices, with as many slots on each as before.
+
+        In host memory, whose bytes the budget limits, their number stays. Raises BudgetError,
+        before anything is changed, if a full context would have no room.
+        """
+        count = len(devices) if self.label else 1
+        full_context_slots = replace(self, devices=count).full_context_slots
+        with self._lock:
+            slots = capacity_for(
+                self.budget, self._last_need, self.catalog, self.min_slots, self.label, count
+            )
+            slots = slots if self._limit is None else min(slots, self._limit)
+            self._driver.scheduler.view.check_capacity(slots, devices=devices)
+            self._driver.resize(slots, devices=tuple(devices))
+            self.devices, self.full_context_slots = count, full_context_slots
+
     def set_aside(self, nbytes: int) -> None:
         """Take memory from the expert slots for another use, permanently.
 

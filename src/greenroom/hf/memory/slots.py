@@ -79,7 +79,8 @@ def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
     if setup.split is not None:
         return Pieces.with_split(catalog.offsets, setup.split, chunks)
     nbytes = [layout.nbytes for layout in catalog.layouts]
-    return Pieces.unsplit(catalog.offsets, nbytes, chunks, len(setup.devices))
+    active = range(setup.active_devices)
+    return Pieces.unsplit(catalog.offsets, nbytes, chunks, len(setup.devices), active)
 
 
 def _check_parts(setup: ModelSetup) -> None:

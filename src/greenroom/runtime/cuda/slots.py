@@ -34,14 +34,9 @@ class DeviceSlots(SlotPool):
     def __init__(self, engine: Engine, capacity: int, stride: int, reserve: int) -> None:
         """Allocate `capacity` slots in device memory.
 
-        `reserve` is the largest number of slots that `trim` accepts. Raises DeviceError for 0
-        slots, and if the device has not enough memory.
+        `reserve` is the largest number of slots that `trim` accepts. Raises DeviceError if the
+        device has not enough memory.
         """
-        if capacity < 1:
-            raise DeviceError(
-                f"the cache of experts has {capacity} slots: it needs at least 1; give a larger"
-                " --memory or --cache"
-            )
         assert stride % ALIGNMENT == 0
         self.engine, self.stride, self.reserve = engine, stride, max(capacity, reserve)
         self.capacity = 0
@@ -126,11 +121,11 @@ class DeviceSlots(SlotPool):
         """Set the number of slots: allocate blocks of slots, or free the last blocks.
 
         A block is freed if all of its slots are dropped. Raises DeviceError if the number is not
-        from 1 to `reserve`, or if the device has not enough memory.
+        from 0 to `reserve`, or if the device has not enough memory.
         """
-        if not 1 <= capacity <= self.reserve:
+        if not 0 <= capacity <= self.reserve:
             raise DeviceError(
-                f"the cache of experts can have between 1 and {self.reserve} slots, not {capacity}:"
+                f"the cache of experts can have between 0 and {self.reserve} slots, not {capacity}:"
                 " give a cache size within these bounds"
             )
         while self._first_slots and self._first_slots[-1] >= capacity:

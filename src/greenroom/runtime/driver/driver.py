@@ -49,10 +49,10 @@ PrepareHostJob = Callable[[np.ndarray, np.ndarray], Job]  # (experts, slots of h
 class Driver:
     """Fetches and computes one model's experts as the scheduler decides, step by step.
 
-    A step is one MoE layer of a forward pass. `foresight` predicts experts unless the cache has a
-    slot for each, with `predict_in_worker` in a thread of its own; `guard` stops prefetching while
-    it does not pay; with two links, chunks pass through `host_memory`. After an exception in the
-    scheduler the contents of slots are unknown: the driver is broken, callers get ClosedError."""
+    A step is one MoE layer of a forward pass. `foresight` predicts experts unless all have slots,
+    with `predict_in_worker` in a thread of its own; `guard` stops prefetching while it does not
+    pay; with two links, chunks pass through `host_memory`. After an exception in the scheduler the
+    contents of slots are unknown: the driver is broken, callers get ClosedError."""
 
     def __init__(
         self,
@@ -119,16 +119,13 @@ class Driver:
     def announce_routing(self, layer: int, experts: np.ndarray) -> None:
         """Start to fetch experts that a router has chosen, before their layer runs.
 
-        `experts` are ids within the layer, ascending. Nothing is fetched unless the scheduler
-        lets prefetches borrow slots of the cache."""
+        `experts` are ids within the layer, ascending. Prefetches must be able to borrow slots."""
         if not self._actions.closed:
             self.predictions.announced(layer)
             self._handle(Predicted(layer, experts + self.pieces.offsets[layer], certain=True))
 
     def interrupt(self) -> None:
-        """Make the MoE layers of the current forward pass raise Interrupted, until `resume`.
-
-        Reads that have begun are completed; no other experts are read."""
+        """Make the current pass's MoE layers raise Interrupted, until `resume`; no reads begin."""
         self._actions.interrupt()
 
     def resume(self) -> None:
@@ -258,16 +255,19 @@ class Driver:
             self._begin_exclusive()
             self._handle(event)
 
-    def resize(self, capacity: int, scope: Scope | None = None) -> None:
-        """Change the number of cache slots for experts, and wait until the cache has them.
+    def resize(
+        self, capacity: int, scope: Scope | None = None, devices: tuple[int, ...] | None = None
+    ) -> None:
+        """Change the number of cache slots, or the devices; wait until the cache has them.
 
-        Raises DeviceError if the memory is too small; the number of slots then stays."""
+        DeviceError if the memory is too small; the number of slots then stays."""
         with self._step_lock:
             self._begin_exclusive()
-            if capacity == self.scheduler.capacity and scope is None:
+            if capacity == self.scheduler.capacity and scope is None and devices is None:
                 return
-            self.slots.grow(capacity, scope)
-            self._handle(Resized(capacity, scope=scope))
+            sizes = self.pieces.slots_per_device(capacity, devices) if devices else None
+            self.slots.grow(capacity, scope, sizes)
+            self._handle(Resized(capacity, None, scope, devices))
             with self._lock:  # prefetches in flight land first
                 while self.scheduler.view.resizing:
                     self._actions.wait()

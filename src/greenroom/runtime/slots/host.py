@@ -62,15 +62,10 @@ class HostSlots(SlotPool):
         panel_order: writes copies that have `panels`
         memory: the caller's memory; these slots must be neither trimmed nor closed
 
-        Raises DeviceError for 0 slots, and if there is not enough address space."""
-        if capacity < 1 and memory is None:
-            raise DeviceError(
-                f"the cache of experts has {capacity} slots: it needs at least 1; give a larger"
-                " --memory or --cache"
-            )
+        Raises DeviceError if there is not enough address space."""
         self.capacity, self.stride, self._plane_joiner = capacity, stride, plane_joiner
         self._panel_order = panel_order
-        self.reserve = max(capacity, reserve or 0)
+        self.reserve = max(capacity, reserve or 0, 1)
         if memory is None:
             self._map = reserve_memory(self.reserve * stride, large_pages=True)
             memory = np.frombuffer(self._map, np.uint8)
@@ -124,11 +119,11 @@ class HostSlots(SlotPool):
     def trim(self, capacity: int) -> None:
         """Set the number of slots, and return the pages of dropped slots to the system.
 
-        Raises DeviceError unless the number is from 1 to `reserve`.
+        Raises DeviceError unless the number is from 0 to `reserve`.
         """
-        if not 1 <= capacity <= self.reserve:
+        if not 0 <= capacity <= self.reserve:
             raise DeviceError(
-                f"the cache of experts can have between 1 and {self.reserve} slots, not {capacity}:"
+                f"the cache of experts can have between 0 and {self.reserve} slots, not {capacity}:"
                 " give a cache size within these bounds"
             )
         if capacity < self.capacity:

@@ -81,10 +81,13 @@ class SlotPool(Slots):
         Raises DeviceError if the memory has no room for added slots.
         """
 
-    def grow(self, capacity: int, scope: Scope | None = None) -> None:
+    def grow(
+        self, capacity: int, scope: Scope | None = None, sizes: Sequence[int] | None = None
+    ) -> None:
         """Add slots before the cache is resized to a capacity; `trim` follows the resize.
 
         scope: how layers divide the slots, which is another number of slots in pools of layers
+        sizes: the number of slots of each pool, if the devices change
         """
         if capacity > self.capacity:
             self.trim(capacity)
@@ -159,9 +162,13 @@ class MultiPoolTier:
 
         Raises DeviceError if a device has no room; then pools that have grown shrink again.
         """
+        self._trim_pools(self._sizes(capacity))
+        self.capacity = capacity
+
+    def _trim_pools(self, sizes: Sequence[int]) -> None:
         before = [pool.capacity for pool in self.pools]
         try:
-            for pool, size in zip(self.pools, self._sizes(capacity), strict=True):
+            for pool, size in zip(self.pools, sizes, strict=True):
                 if size != pool.capacity:
                     pool.trim(size)
         except DeviceError:
@@ -169,14 +176,18 @@ class MultiPoolTier:
                 if pool.capacity > had:
                     pool.trim(had)
             raise
-        self.capacity = capacity
 
-    def grow(self, capacity: int, scope: Scope | None = None) -> None:
-        """Add slots before the cache is resized to a capacity, or divided by another scope.
+    def grow(
+        self, capacity: int, scope: Scope | None = None, sizes: Sequence[int] | None = None
+    ) -> None:
+        """Add slots before the cache is resized, divided by another scope or moved to `sizes`.
 
-        Pools that will have fewer slots keep them until `trim`, which follows the resize.
+        Pools that will have fewer slots keep them until `trim`, which follows the resize. Raises
+        DeviceError if a device has no room; then pools that have grown shrink again.
         """
-        if scope is not None and self._sizes_for is not None:
+        if sizes is not None:
+            self._trim_pools([max(n, p.capacity) for n, p in zip(sizes, self.pools, strict=True)])
+        elif scope is not None and self._sizes_for is not None:
             self._sizes = self._sizes_for(scope)
             for pool, size in zip(self.pools, self._sizes(capacity), strict=True):
                 pool.grow(size)

@@ -23,17 +23,24 @@ class CacheSize(StrictModel):
     cache: Annotated[str, Field(min_length=1, max_length=32)]
 
 
+class Devices(StrictModel):
+    """Request body with the devices that are to have experts, as `--device` names them."""
+
+    devices: Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class CancelledRequest(StrictModel):
     """Request body with the id of the request to cancel, as in the header `x-request-id`."""
 
     request: Annotated[str, Field(min_length=1, max_length=64)]
 
 
-BODIES = (CacheSize, CancelledRequest)
+BODIES = (CacheSize, Devices, CancelledRequest)
 
 
 def router(service: Service) -> APIRouter:
     routes, resizes = APIRouter(), CacheResizer(service.engine.resize)
+    changes = CacheResizer(lambda device: service.engine.greenroom.use_devices(device))
 
     @routes.get("/health")
     async def health() -> JSONResponse:
@@ -73,6 +80,13 @@ def router(service: Service) -> APIRouter:
         body = await read_body(request, service, CacheSize)
         service.dialogue()  # ApiError 503 before the model is loaded
         return {"slots": await resizes(body.cache)}
+
+    @routes.post("/v1/admin/devices", openapi_extra=openapi_body(Devices))
+    async def devices(request: Request) -> dict[str, Any]:
+        check_has_key(service)
+        body = await read_body(request, service, Devices)
+        service.dialogue()
+        return {"slots": await changes(body.devices), "devices": service.engine.greenroom.devices}
 
     @routes.post("/v1/admin/cancel", openapi_extra=openapi_body(CancelledRequest))
     async def cancel(request: Request) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from greenroom.server.http.errors import ANTHROPIC_PATH, OLLAMA_PATH, ApiError
 from greenroom.server.http.streams import event
 from greenroom.server.web.calls import Headers
 
-EVERYWHERE = ("/metrics", "/v1/admin/cache", "/v1/admin/cancel")  # paths that all replicas answer
+# Paths that all replicas answer.
+EVERYWHERE = ("/metrics", "/v1/admin/cache", "/v1/admin/devices", "/v1/admin/cancel")
 RESPONSES_PATH = "/v1/responses"
 Answer = tuple[str, int, Headers, bytes]  # a replica's name, and status, headers, body
 

@@ -29,6 +29,7 @@ from greenroom.runtime.kernels.dense.batch_calls import BatchMemory, batch_calls
 from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 from greenroom.runtime.kernels.dense.patterns import find_router
 from greenroom.runtime.kernels.dense.router import CompiledRouter, RouterCall
+from greenroom.runtime.kernels.dense.token_blocks import call_for_tokens
 from greenroom.runtime.kernels.dense.token_calls import TokenCalls
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
@@ -343,8 +344,7 @@ class FusedDecoderLayer:
     def _add_block(self, total: Tensor, state: Tensor, exact: bool) -> Tensor:
         """Return total + block(state), [1, T, hidden]."""
         if self._experts is None or self._add_experts is None or not self._block_check.passes():
-            rows = state.split(1, 1) if exact else (state,)
-            return total + torch.cat([self._block(row) for row in rows], 1)
+            return total + (call_for_tokens(self._block, state) if exact else self._block(state))
         row_by_row = exact or self.router is not None  # a compiled router takes one token
         chosen = [self._choose(row) for row in (state[0].split(1) if row_by_row else (state[0],))]
         index, weights = (torch.cat(each) for each in zip(*chosen, strict=True))
