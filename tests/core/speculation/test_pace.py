@@ -33,6 +33,17 @@ def test_slow_passes_of_long_ago_are_forgotten() -> None:
     assert times.seconds(2) < 2
 
 
+def test_one_slow_pass_says_little_and_several_are_believed() -> None:
+    times = PassTimes()
+    times.record(1, 1.0)
+    expected = times.seconds(2)
+    times.record(2, 9.0)
+    assert expected < times.seconds(2) < 1.25 * expected
+    for _ in range(40):
+        times.record(2, 9.0)
+    assert times.seconds(2) == pytest.approx(9.0, rel=0.1)
+
+
 def test_before_the_first_pass_nothing_is_drafted() -> None:
     times = PassTimes()
     assert not times.is_ready

@@ -121,6 +121,33 @@ def test_the_bits_are_the_same_with_shared_experts_and_other_layers(
         compare(model)
 
 
+GLM = {**WIDE, "first_k_dense_replace": 1}
+
+
+@pytest.mark.parametrize("capacity", [64, 5])
+@pytest.mark.parametrize("width", [64, 72])
+def test_the_bits_are_the_same_with_a_router_that_torch_computes(width: int, capacity: int) -> None:
+    options = {**GLM, "moe_intermediate_size": width, "intermediate_size": 2 * width}
+    parts = {"capacity": capacity, "policy": "lru"}
+    with served("glm4_moe", "bfloat16", parts=parts, **options) as model:
+        compare(model)
+
+
+def test_blocks_with_such_a_router_are_called_once_for_all_tokens(monkeypatch: Any) -> None:
+    options, calls = {**GLM, "moe_intermediate_size": 64, "intermediate_size": 128}, list[int]()
+    with served("glm4_moe", "bfloat16", parts=RESIDENT, **options) as model:
+        verify, batch = DraftPass(model), Batch(model)
+        cache, (ids,) = [batch.cache()], draw(12)
+        batch([ids[:8]], cache)
+        block = type(model.model.layers[-1].mlp)
+        forward = block.forward
+        monkeypatch.setattr(
+            block, "forward", lambda self, x: calls.append(x.shape[1]) or forward(self, x)
+        )
+        verify([ids[8:]], cache)
+        assert calls == [4] * (model.config.num_hidden_layers - 1)
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "IQ3_S"])
 def test_resident_stored_formats_have_the_same_bits_too(
     kind: str, regions: list[tuple[int, int]], tmp_path: Any
