@@ -25,7 +25,9 @@ def test_tiles_of_any_width_have_the_bits_of_expanded_weights(style: Style, bloc
     """Also where the last chunk ends within a tile, and rows end within a program's."""
     size = unit(style) * blocks
     for dtype in (BF16, FP16) if blocks == 1 else (BF16,):
-        coded = Coded(experts("qwen3_moe", dtype, hidden=size, inner=size), style, style)
+        coded = Coded(
+            experts("qwen3_moe", dtype, hidden=size, inner=size), style, style, fields=True
+        )
         for tokens in (2, 20) if blocks == 1 else (2,):
             case = inputs(dtype, tokens, top_k=2, hidden=size)
             case[1][:] = torch.tensor([4, 1])  # few entries of an expert, and many

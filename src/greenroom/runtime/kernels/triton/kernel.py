@@ -25,7 +25,7 @@ from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.native.library import missing_reason
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.triton import one_token, programs
+from greenroom.runtime.kernels.triton import chunks, one_token, programs
 from greenroom.runtime.kernels.triton.expand import ENCODINGS
 from greenroom.runtime.kernels.triton.plan import TritonLayerPlan, TritonMatrix, group_of, plan_of
 
@@ -221,6 +221,7 @@ class TritonStep(base.KernelStep):
             return
         if m == FEW[0] and not gated:  # as many rows as of gate and up
             n *= 2
+        k = max(k, chunks.LEAST.get(matrix.encoding, 0))
         programs.project[(triton.cdiv(outputs, n), len(tiles) // 4)](
             *(*arguments, *numbers, *floats), **constants,
             GROUP=matrix.group, CHUNK=matrix.chunk,

@@ -18,17 +18,20 @@ from greenroom.runtime.kernels.triton.chunks import (
     E4M3_HALF,
     EIGHT,
     FOUR,
+    SIX,
     exponent,
     half,
     integer,
     k_code,
     load_k_block,
     load_packed,
+    load_q6_k,
     load_scales,
     load_two_scales,
     small_float,
     surplus,
 )
+from greenroom.runtime.kernels.triton.iq4 import look_up
 from greenroom.runtime.kernels.triton.programs import OTHER_UNITS, finish
 
 WIDTH, WARPS = 32, 8  # chunks of a row that are loaded at a time; one for each lane of a warp
@@ -70,6 +73,20 @@ def _inputs(x, k, inside, KIND: tl.constexpr, ENCODING: tl.constexpr, CHUNK: tl.
         at = x + ((k // 8 * 64 + k % 8 // 2 * 16 + k % 2 * 4)[:, None] + word)
         a, b, c, d = _four_inputs(at, mask, KIND, 1)
         e, f, g, h = _four_inputs(at + 8, mask, KIND, 1)
+    elif ENCODING == "q6_k":
+        at = x + ((k // 4 * 32 + k % 4 * 4)[:, None] + word)
+        a, b, c, d = _four_inputs(at, mask, KIND, 1)
+        e, f, g, h = _four_inputs(at + 16, mask, KIND, 1)
+    elif (
+        ENCODING == "q4_0"
+        or ENCODING == "iq4_nl"
+        or ENCODING == "iq4_xs"
+        or ENCODING == "gguf_mxfp4"
+    ):
+        HALVES: tl.constexpr = E2M1_HALF if ENCODING == "gguf_mxfp4" else 1
+        at = x + (k[:, None] * 8 + word)
+        a, b, c, d = _four_inputs(at, mask, KIND, HALVES)
+        e, f, g, h = _four_inputs(at + 4, mask, KIND, HALVES)
     else:
         FLOATS: tl.constexpr = ENCODING == "mxfp4" or ENCODING == "nvfp4" or ENCODING == "ct_nvfp4"
         FACTOR: tl.constexpr = E2M1_HALF if FLOATS else 1
@@ -101,6 +118,36 @@ def _in_order(packed, flip, more, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr
         p += integer(packed, flip, 15, EIGHT) * b
         p += integer(packed, flip, 23, EIGHT) * c
         p += integer(packed, flip, 31, EIGHT) * d
+    elif ENCODING == "q4_0":
+        p = ((a + b) + (c + d) + ((e + f) + (g + h))) * -more
+        p += integer(packed, flip, 3, FOUR) * a
+        p += integer(packed, flip, 11, FOUR) * b
+        p += integer(packed, flip, 19, FOUR) * c
+        p += integer(packed, flip, 27, FOUR) * d
+        p += integer(packed, flip, 7, FOUR) * e
+        p += integer(packed, flip, 15, FOUR) * f
+        p += integer(packed, flip, 23, FOUR) * g
+        p += integer(packed, flip, 31, FOUR) * h
+    elif ENCODING == "iq4_nl" or ENCODING == "iq4_xs":
+        first, second = look_up(packed)
+        p = ((a + b) + (c + d) + ((e + f) + (g + h))) * -more
+        p += integer(first, flip, 7, EIGHT) * a
+        p += integer(first, flip, 15, EIGHT) * e
+        p += integer(first, flip, 23, EIGHT) * b
+        p += integer(first, flip, 31, EIGHT) * f
+        p += integer(second, flip, 7, EIGHT) * c
+        p += integer(second, flip, 15, EIGHT) * g
+        p += integer(second, flip, 23, EIGHT) * d
+        p += integer(second, flip, 31, EIGHT) * h
+    elif ENCODING == "gguf_mxfp4":
+        p = small_float(packed, 3, E2M1) * a
+        p += small_float(packed, 11, E2M1) * b
+        p += small_float(packed, 19, E2M1) * c
+        p += small_float(packed, 27, E2M1) * d
+        p += small_float(packed, 7, E2M1) * e
+        p += small_float(packed, 15, E2M1) * f
+        p += small_float(packed, 23, E2M1) * g
+        p += small_float(packed, 31, E2M1) * h
     elif ENCODING == "fp8":
         p = small_float(packed, 7, E4M3) * a
         p += small_float(packed, 15, E4M3) * b
@@ -139,13 +186,32 @@ def _in_k_blocks(codes, k, flip, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr)
 
 
 @triton.jit
+def _in_q6_k(codes, scales, others, row, span_n, k, flip, a, b, c, d, e, f, g, h):
+    """Multiply chunks of q6_k with their inputs: [N, C]."""
+    low_codes, high_codes, low, high = load_q6_k(codes, scales, others, row, span_n, k)
+    q = integer(low_codes, flip, 5, SIX) * a
+    q += integer(low_codes, flip, 13, SIX) * b
+    q += integer(low_codes, flip, 21, SIX) * c
+    q += integer(low_codes, flip, 29, SIX) * d
+    r = integer(high_codes, flip, 5, SIX) * e
+    r += integer(high_codes, flip, 13, SIX) * f
+    r += integer(high_codes, flip, 21, SIX) * g
+    r += integer(high_codes, flip, 29, SIX) * h
+    more = tl.sum((a + b) + (c + d), axis=2) * 96.0
+    high_more = tl.sum((e + f) + (g + h), axis=2) * 96.0
+    return (tl.sum(q, axis=2) - more) * low + (tl.sum(r, axis=2) - high_more) * high
+
+
+@triton.jit
 def _chunks(
-    codes, scales, others, row, k, flip, a, b, c, d, e, f, g, h,
+    codes, scales, others, row, span_n, k, flip, a, b, c, d, e, f, g, h,
     ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Multiply chunks k [C] of rows with their inputs: [N, C]."""
     if ENCODING == "q4_k" or ENCODING == "q5_k":
         p = _in_k_blocks(codes, k, flip, a, b, c, d, e, f, g, h, ENCODING)
+    elif ENCODING == "q6_k":
+        p = _in_q6_k(codes, scales, others, row, span_n, k, flip, a, b, c, d, e, f, g, h)
     else:
         more = surplus(others, row, k, ENCODING, GROUP, CHUNK)
         p = _in_order(load_packed(codes, k), flip, more, a, b, c, d, e, f, g, h, ENCODING)
@@ -155,7 +221,7 @@ def _chunks(
             p = (low * first + high * second) * E2M1_HALF
         else:
             s = load_scales(scales, row, k, ENCODING, GROUP, CHUNK)
-            if ENCODING == "mxfp4":
+            if ENCODING == "mxfp4" or ENCODING == "gguf_mxfp4":
                 s = s * E2M1_HALF
             elif ENCODING == "fp8":
                 s = s * E4M3_HALF
@@ -206,9 +272,9 @@ def project_one(
         k, inside = tl.minimum(at, chunks - 1), at < chunks
         a, b, c, d, e, f, h, i = _inputs(fours, k, inside, KIND, ENCODING, CHUNK)
         if GATED:
-            g += _chunks(gate_codes, scales, others, gate_scale, k, flip, a, b, c, d,
+            g += _chunks(gate_codes, scales, others, gate_scale, span_n, k, flip, a, b, c, d,
                          e, f, h, i, ENCODING, GROUP, CHUNK)  # fmt: skip
-        u += _chunks(up_codes, scales, others, up_scale, k, flip, a, b, c, d,
+        u += _chunks(up_codes, scales, others, up_scale, span_n, k, flip, a, b, c, d,
                      e, f, h, i, ENCODING, GROUP, CHUNK)  # fmt: skip
     total, gate = tl.sum(u, axis=1), tl.sum(g, axis=1)
     if ENCODING == "nvfp4":
