@@ -221,7 +221,9 @@ class TritonStep(base.KernelStep):
             return
         if m == FEW[0] and not gated:  # as many rows as of gate and up
             n *= 2
-        k = max(k, chunks.LEAST.get(matrix.encoding, 0))
+        least = chunks.LEAST.get(matrix.encoding, 0)
+        if k < least:  # as many weights
+            k, n = least, n * k // least
         programs.project[(triton.cdiv(outputs, n), len(tiles) // 4)](
             *(*arguments, *numbers, *floats), **constants,
             GROUP=matrix.group, CHUNK=matrix.chunk,

@@ -36,8 +36,12 @@ from greenroom.runtime.kernels.triton.programs import OTHER_UNITS, finish
 
 WIDTH, WARPS = 32, 8  # chunks of a row that are loaded at a time; one for each lane of a warp
 # Rows of weights that a program multiplies: half of them are the gate's, if there is one. Formats
-# with many numbers for a block have fewer, so that two programs fit on a multiprocessor.
-ROWS, ROWS_OF = 64, {"q4_k": 32, "q5_k": 32}
+# with many numbers for a word have fewer, so that two programs fit on a multiprocessor.
+ROWS = 64
+ROWS_OF = {
+    **dict.fromkeys(("int4", "symmetric4", "affine4", "q4_0"), 32),
+    **dict.fromkeys(("q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"), 32),
+}
 
 
 @triton.jit
