@@ -99,9 +99,8 @@ def k_code(packed, fifth, flip, BIT: tl.constexpr, ENCODING: tl.constexpr):
 def small_float(packed, BIT: tl.constexpr, MASK: tl.constexpr):
     """Take the float codes whose sign is BIT of the words, as scaled float32.
 
-    Their values are divided by a power of two, the square of E2M1_HALF or E4M3_HALF.
-
-    The codes of e4m3 that are no numbers are taken as 480.
+    Their values are divided by a power of two, the square of E2M1_HALF or E4M3_HALF. The codes of
+    e4m3 that are no numbers are taken as 480.
     """
     top = packed << (31 - BIT)
     return ((top >> (6 if MASK == E2M1 else 4)) & MASK).to(tl.float32, bitcast=True)

@@ -216,6 +216,7 @@ class TritonStep(base.KernelStep):
             one_token.project_one[(triton.cdiv(outputs, rows), len(tiles) // 4)](
                 *(*arguments, *numbers[:4], *numbers[5:7], *floats), **constants,
                 GROUP=matrix.group, CHUNK=matrix.chunk,
+                ONE_SCALE=matrix.has_one_scale(outputs, rows, constants["INTERLEAVED"]),
                 N=rows, C=one_token.WIDTH, num_warps=one_token.WARPS,
             )  # fmt: skip
             return

@@ -65,13 +65,21 @@ def _four_inputs(x, inside, KIND: tl.constexpr, FACTOR: tl.constexpr):
 def _inputs(x, k, inside, KIND: tl.constexpr, ENCODING: tl.constexpr, CHUNK: tl.constexpr):
     """Load the inputs of chunks k [C]: 8 [1, C, 4], for the codes of a word; of 8 bits the same 4.
 
+    Of fp8 they are the inputs of each word: 4 times 4 [1, C].
+
     `x` points to the inputs, 64 bits at a time. Inputs of float codes are multiplied by a power of
     two, so that products are not too small.
     """
     word, mask = tl.arange(0, 4)[None, :], inside[:, None]
-    if CHUNK == 16:
-        FACTOR: tl.constexpr = E4M3_HALF if ENCODING == "fp8" else 1
-        a, b, c, d = _four_inputs(x + (k[:, None] * 4 + word), mask, KIND, FACTOR)
+    if ENCODING == "fp8":  # word by word
+        at = x + k * 4
+        a = _four_inputs(at, inside, KIND, E4M3_HALF)
+        b = _four_inputs(at + 1, inside, KIND, E4M3_HALF)
+        c = _four_inputs(at + 2, inside, KIND, E4M3_HALF)
+        d = _four_inputs(at + 3, inside, KIND, E4M3_HALF)
+        e, f, g, h = a, b, c, d
+    elif CHUNK == 16:
+        a, b, c, d = _four_inputs(x + (k[:, None] * 4 + word), mask, KIND, 1)
         e, f, g, h = a, b, c, d
     elif ENCODING == "q4_k" or ENCODING == "q5_k":
         at = x + ((k // 8 * 64 + k % 8 // 2 * 16 + k % 2 * 4)[:, None] + word)
@@ -152,11 +160,6 @@ def _in_order(packed, flip, more, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr
         p += small_float(packed, 15, E2M1) * f
         p += small_float(packed, 23, E2M1) * g
         p += small_float(packed, 31, E2M1) * h
-    elif ENCODING == "fp8":
-        p = small_float(packed, 7, E4M3) * a
-        p += small_float(packed, 15, E4M3) * b
-        p += small_float(packed, 23, E4M3) * c
-        p += small_float(packed, 31, E4M3) * d
     else:
         p = small_float(packed, 3, E2M1) * a
         p += small_float(packed, 7, E2M1) * b
@@ -190,6 +193,60 @@ def _in_k_blocks(codes, k, flip, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr)
 
 
 @triton.jit
+def _words(x):
+    """Split [n, C, 4] into 4 [n, C]."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _fp8_word(p, word, inputs):
+    """Add the codes of words [N, C] times their four inputs [1, C], but the power of two."""
+    a, b, c, d = inputs
+    p += small_float(word, 7, E4M3) * a
+    p += small_float(word, 15, E4M3) * b
+    p += small_float(word, 23, E4M3) * c
+    return p + small_float(word, 31, E4M3) * d
+
+
+@triton.jit
+def _in_fp8(packed, a, b, c, d):
+    """Sum the codes of four words [N, C, 4] times the inputs of each: [N, C].
+
+    One sum is continued from word to word: four of them would have to be added.
+    """
+    p = tl.zeros((packed.shape[0], packed.shape[1]), tl.float32)
+    first, second, third, fourth = _words(packed)
+    p = _fp8_word(p, first, a)
+    p = _fp8_word(p, second, b)
+    p = _fp8_word(p, third, c)
+    return _fp8_word(p, fourth, d)
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def _odd_codes(packed):
+    """Return words [N, C] with the top bit of a byte set if one of e4m3's codes is no number.
+
+    Adding 1 to 0x7F or 0xFF changes a byte's top bit. It carries into the next byte only from 0xFF.
+    """
+    return tl.reduce(packed ^ (packed + 0x01010101), 2, _or)
+
+
+@triton.jit
+def _without_numbers(total, odd):
+    """Make the sums of rows [N] NaN that have codes which are no numbers."""
+    found = tl.max((odd & -0x7F7F7F80 != 0).to(tl.int32), axis=1)
+    return tl.where(found != 0, float("nan"), total)
+
+
+@triton.jit
 def _in_q6_k(codes, scales, others, row, span_n, k, flip, a, b, c, d, e, f, g, h):
     """Multiply chunks of q6_k with their inputs: [N, C]."""
     low_codes, high_codes, low, high = load_q6_k(codes, scales, others, row, span_n, k)
@@ -211,26 +268,32 @@ def _chunks(
     codes, scales, others, row, span_n, k, flip, a, b, c, d, e, f, g, h,
     ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply chunks k [C] of rows with their inputs: [N, C]."""
+    """Multiply chunks k [C] of rows with their inputs: [N, C], and the words of `_odd_codes`."""
+    odd = tl.zeros((1, 1), tl.int32)
     if ENCODING == "q4_k" or ENCODING == "q5_k":
         p = _in_k_blocks(codes, k, flip, a, b, c, d, e, f, g, h, ENCODING)
     elif ENCODING == "q6_k":
         p = _in_q6_k(codes, scales, others, row, span_n, k, flip, a, b, c, d, e, f, g, h)
     else:
         more = surplus(others, row, k, ENCODING, GROUP, CHUNK)
-        p = _in_order(load_packed(codes, k), flip, more, a, b, c, d, e, f, g, h, ENCODING)
+        packed = load_packed(codes, k)
+        if ENCODING == "fp8":
+            p, odd = _in_fp8(packed, a, b, c, d), _odd_codes(packed)
+        else:
+            p = _in_order(packed, flip, more, a, b, c, d, e, f, g, h, ENCODING)
         if ENCODING == "nvfp4" or ENCODING == "ct_nvfp4":
             low, high = tl.split(tl.sum(tl.reshape(p, (p.shape[0], p.shape[1], 2, 2)), axis=3))
             first, second = load_two_scales(scales, row, k)
             p = (low * first + high * second) * E2M1_HALF
         else:
             s = load_scales(scales, row, k, ENCODING, GROUP, CHUNK)
-            if ENCODING == "mxfp4" or ENCODING == "gguf_mxfp4":
-                s = s * E2M1_HALF
-            elif ENCODING == "fp8":
-                s = s * E4M3_HALF
-            p = tl.sum(p, axis=2) * s
-    return p
+            if ENCODING == "fp8":
+                p = p * (s * E4M3_HALF)
+            elif ENCODING == "mxfp4" or ENCODING == "gguf_mxfp4":
+                p = tl.sum(p, axis=2) * (s * E2M1_HALF)
+            else:
+                p = tl.sum(p, axis=2) * s
+    return p, odd
 
 
 @triton.jit
@@ -240,7 +303,7 @@ def project_one(
     ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, GATHERED: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr, SEGMENT: tl.constexpr,
-    N: tl.constexpr, C: tl.constexpr,
+    ONE_SCALE: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Multiply the rows of tiles of one entry with their experts' matrices, in Triton.
 
@@ -248,6 +311,7 @@ def project_one(
 
     GROUP: inputs that share a scale
     CHUNK: weights in 16 bytes of codes
+    ONE_SCALE: whether all rows of a program, of fp8, have the same scales
     N, C:  rows, and chunks of a row, that are multiplied at a time
     """
     KIND: tl.constexpr = x.dtype.element_ty
@@ -264,24 +328,37 @@ def project_one(
     up_row = (row * 2 + 1 if INTERLEAVED else row + outputs) if GATED else row
     gate_row = row * 2 if INTERLEAVED else row
     share = span_n if ENCODING == "fp8" else 1  # rows to a row of scales
-    up_scale = (up_row // share * scale_n)[:, None]
-    gate_scale = (gate_row // share * scale_n)[:, None]
+    up_scale = up_row // share * scale_n
+    gate_scale = gate_row // share * scale_n
+    if ONE_SCALE:  # the first row's is that of all
+        up_scale, gate_scale = (
+            tl.min(up_scale, 0, keep_dims=True),
+            tl.min(gate_scale, 0, keep_dims=True),
+        )
+    up_scale, gate_scale = up_scale[:, None], gate_scale[:, None]
     flip = exponent(ENCODING)
     up_codes = (codes + up_row * row_n).to(tl.pointer_type(tl.int32))[:, None, None]
     gate_codes = (codes + gate_row * row_n).to(tl.pointer_type(tl.int32))[:, None, None]
     g, u = tl.zeros((N, C), tl.float32), tl.zeros((N, C), tl.float32)
+    odd_g, odd_u = tl.zeros((N, C), tl.int32), tl.zeros((N, C), tl.int32)
     chunks = inputs // CHUNK
     for first in range(0, chunks, C):
         at = first + tl.arange(0, C)
         k, inside = tl.minimum(at, chunks - 1), at < chunks
         a, b, c, d, e, f, h, i = _inputs(fours, k, inside, KIND, ENCODING, CHUNK)
         if GATED:
-            g += _chunks(gate_codes, scales, others, gate_scale, span_n, k, flip, a, b, c, d,
+            p, odd = _chunks(gate_codes, scales, others, gate_scale, span_n, k, flip, a, b, c, d,
+                             e, f, h, i, ENCODING, GROUP, CHUNK)  # fmt: skip
+            g += p
+            odd_g |= odd
+        p, odd = _chunks(up_codes, scales, others, up_scale, span_n, k, flip, a, b, c, d,
                          e, f, h, i, ENCODING, GROUP, CHUNK)  # fmt: skip
-        u += _chunks(up_codes, scales, others, up_scale, span_n, k, flip, a, b, c, d,
-                     e, f, h, i, ENCODING, GROUP, CHUNK)  # fmt: skip
+        u += p
+        odd_u |= odd
     total, gate = tl.sum(u, axis=1), tl.sum(g, axis=1)
-    if ENCODING == "nvfp4":
+    if ENCODING == "fp8":
+        total, gate = _without_numbers(total, odd_u), _without_numbers(gate, odd_g)
+    elif ENCODING == "nvfp4":
         total *= tl.load(others + up_row // span_n)
         gate *= tl.load(others + gate_row // span_n)
     elif ENCODING == "ct_nvfp4":

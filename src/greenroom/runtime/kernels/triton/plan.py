@@ -79,6 +79,11 @@ class TritonMatrix:
             group_of(weight),
         )
 
+    def has_one_scale(self, outputs: int, rows: int, interleaved: bool) -> bool:
+        """Check that programs of `rows` outputs have one row of scales, of fp8."""
+        span = self.numbers[6]
+        return self.encoding == "fp8" and outputs % rows == span % (rows << interleaved) == 0
+
     @classmethod
     def _in_fields(cls, layer: LayerExperts, weight: WeightSpec) -> TritonMatrix:
         """Make the arguments for a matrix in the order of fields: codes come first, scales last."""

@@ -54,6 +54,7 @@ def _code(packed, scale, more, flip, BIT: tl.constexpr, KIND: tl.constexpr, SCAL
         code = small_float(packed, BIT, E2M1) * E2M1_HALF * E2M1_HALF
     elif ENCODING == "fp8":
         code = small_float(packed, BIT, E4M3) * E4M3_HALF * E4M3_HALF
+        code = tl.where((packed >> (BIT - 7)) & 0x7F == 0x7F, float("nan"), code)
     elif (
         ENCODING == "int4" or ENCODING == "q4_0" or ENCODING == "symmetric4"
         or ENCODING == "affine4"
