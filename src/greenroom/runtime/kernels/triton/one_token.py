@@ -226,17 +226,13 @@ def _in_fp8(packed, a, b, c, d):
 
 
 @triton.jit
-def _or(a, b):
-    return a | b
-
-
-@triton.jit
 def _odd_codes(packed):
     """Return words [N, C] with the top bit of a byte set if one of e4m3's codes is no number.
 
     Adding 1 to 0x7F or 0xFF changes a byte's top bit. It carries into the next byte only from 0xFF.
     """
-    return tl.reduce(packed ^ (packed + 0x01010101), 2, _or)
+    first, second, third, fourth = _words(packed ^ (packed + 0x01010101))
+    return first | second | third | fourth
 
 
 @triton.jit
