@@ -90,15 +90,13 @@ def _inputs(x, k, inside, KIND: tl.constexpr, ENCODING: tl.constexpr, CHUNK: tl.
         a, b, c, d = _four_inputs(at, mask, KIND, 1)
         e, f, g, h = _four_inputs(at + 16, mask, KIND, 1)
     elif (
-        ENCODING == "q4_0"
-        or ENCODING == "iq4_nl"
+        ENCODING == "q4_0" or ENCODING == "gguf_mxfp4" or ENCODING == "iq4_nl"
         or ENCODING == "iq4_xs"
-        or ENCODING == "gguf_mxfp4"
-    ):
-        HALVES: tl.constexpr = E2M1_HALF if ENCODING == "gguf_mxfp4" else 1
+    ):  # fmt: skip
+        HALF: tl.constexpr = E2M1_HALF if ENCODING == "gguf_mxfp4" else 1
         at = x + (k[:, None] * 8 + word)
-        a, b, c, d = _four_inputs(at, mask, KIND, HALVES)
-        e, f, g, h = _four_inputs(at + 4, mask, KIND, HALVES)
+        a, c, e, g = _four_inputs(at, mask, KIND, HALF)
+        b, d, f, h = _four_inputs(at + 4, mask, KIND, HALF)
     else:
         FLOATS: tl.constexpr = ENCODING == "mxfp4" or ENCODING == "nvfp4" or ENCODING == "ct_nvfp4"
         FACTOR: tl.constexpr = E2M1_HALF if FLOATS else 1
@@ -110,8 +108,14 @@ def _inputs(x, k, inside, KIND: tl.constexpr, ENCODING: tl.constexpr, CHUNK: tl.
 
 @triton.jit
 def _in_order(packed, flip, more, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr):
-    """Sum the codes of words [N, C, 4], in order, times inputs, but the power of two of floats."""
-    if ENCODING == "int4" or ENCODING == "symmetric4" or ENCODING == "affine4":
+    """Sum the codes of words [N, C, 4], from the lowest bits up, times inputs [1, C, 4].
+
+    The power of two of float codes is left out.
+    """
+    if (
+        ENCODING == "int4" or ENCODING == "q4_0" or ENCODING == "symmetric4"
+        or ENCODING == "affine4"
+    ):  # fmt: skip
         p = ((a + b) + (c + d) + ((e + f) + (g + h))) * -more
         p += integer(packed, flip, 3, FOUR) * a
         p += integer(packed, flip, 7, FOUR) * b
@@ -130,36 +134,17 @@ def _in_order(packed, flip, more, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr
         p += integer(packed, flip, 15, EIGHT) * b
         p += integer(packed, flip, 23, EIGHT) * c
         p += integer(packed, flip, 31, EIGHT) * d
-    elif ENCODING == "q4_0":
-        p = ((a + b) + (c + d) + ((e + f) + (g + h))) * -more
-        p += integer(packed, flip, 3, FOUR) * a
-        p += integer(packed, flip, 11, FOUR) * b
-        p += integer(packed, flip, 19, FOUR) * c
-        p += integer(packed, flip, 27, FOUR) * d
-        p += integer(packed, flip, 7, FOUR) * e
-        p += integer(packed, flip, 15, FOUR) * f
-        p += integer(packed, flip, 23, FOUR) * g
-        p += integer(packed, flip, 31, FOUR) * h
     elif ENCODING == "iq4_nl" or ENCODING == "iq4_xs":
         first, second = look_up(packed)
         p = ((a + b) + (c + d) + ((e + f) + (g + h))) * -more
         p += integer(first, flip, 7, EIGHT) * a
-        p += integer(first, flip, 15, EIGHT) * e
-        p += integer(first, flip, 23, EIGHT) * b
-        p += integer(first, flip, 31, EIGHT) * f
-        p += integer(second, flip, 7, EIGHT) * c
-        p += integer(second, flip, 15, EIGHT) * g
-        p += integer(second, flip, 23, EIGHT) * d
+        p += integer(first, flip, 15, EIGHT) * b
+        p += integer(first, flip, 23, EIGHT) * c
+        p += integer(first, flip, 31, EIGHT) * d
+        p += integer(second, flip, 7, EIGHT) * e
+        p += integer(second, flip, 15, EIGHT) * f
+        p += integer(second, flip, 23, EIGHT) * g
         p += integer(second, flip, 31, EIGHT) * h
-    elif ENCODING == "gguf_mxfp4":
-        p = small_float(packed, 3, E2M1) * a
-        p += small_float(packed, 11, E2M1) * b
-        p += small_float(packed, 19, E2M1) * c
-        p += small_float(packed, 27, E2M1) * d
-        p += small_float(packed, 7, E2M1) * e
-        p += small_float(packed, 15, E2M1) * f
-        p += small_float(packed, 23, E2M1) * g
-        p += small_float(packed, 31, E2M1) * h
     else:
         p = small_float(packed, 3, E2M1) * a
         p += small_float(packed, 7, E2M1) * b
@@ -236,10 +221,29 @@ def _odd_codes(packed):
 
 
 @triton.jit
-def _without_numbers(total, odd):
-    """Make the sums of rows [N] NaN that have codes which are no numbers."""
-    found = tl.max((odd & -0x7F7F7F80 != 0).to(tl.int32), axis=1)
-    return tl.where(found != 0, float("nan"), total)
+def _scale_rows(row, scale_n, span_n, ENCODING: tl.constexpr, ONE_SCALE: tl.constexpr):
+    """Return where the scales of rows [N] begin: [N, 1], or [1, 1] if all have the same."""
+    begin = row // (span_n if ENCODING == "fp8" else 1) * scale_n
+    if ONE_SCALE:
+        begin = tl.min(begin, 0, keep_dims=True)
+    return begin[:, None]
+
+
+@triton.jit
+def _row_sums(p, odd, others, row, span_n, ENCODING: tl.constexpr):
+    """Sum the chunks [N, C] of rows, times the scales of matrices: [N].
+
+    Rows with codes that are no numbers are NaN; `odd` are the words of `_odd_codes`.
+    """
+    total = tl.sum(p, axis=1)
+    if ENCODING == "fp8":
+        found = tl.max((odd & -0x7F7F7F80 != 0).to(tl.int32), axis=1)
+        total = tl.where(found != 0, float("nan"), total)
+    elif ENCODING == "nvfp4":
+        total *= tl.load(others + row // span_n)
+    elif ENCODING == "ct_nvfp4":
+        total /= tl.load(others + row // span_n)
+    return total
 
 
 @triton.jit
@@ -323,15 +327,8 @@ def project_one(
     row = tl.minimum(n, outputs - 1)  # what is loaded is never outside of the matrix
     up_row = (row * 2 + 1 if INTERLEAVED else row + outputs) if GATED else row
     gate_row = row * 2 if INTERLEAVED else row
-    share = span_n if ENCODING == "fp8" else 1  # rows to a row of scales
-    up_scale = up_row // share * scale_n
-    gate_scale = gate_row // share * scale_n
-    if ONE_SCALE:  # the first row's is that of all
-        up_scale, gate_scale = (
-            tl.min(up_scale, 0, keep_dims=True),
-            tl.min(gate_scale, 0, keep_dims=True),
-        )
-    up_scale, gate_scale = up_scale[:, None], gate_scale[:, None]
+    up_scale = _scale_rows(up_row, scale_n, span_n, ENCODING, ONE_SCALE)
+    gate_scale = _scale_rows(gate_row, scale_n, span_n, ENCODING, ONE_SCALE)
     flip = exponent(ENCODING)
     up_codes = (codes + up_row * row_n).to(tl.pointer_type(tl.int32))[:, None, None]
     gate_codes = (codes + gate_row * row_n).to(tl.pointer_type(tl.int32))[:, None, None]
@@ -351,19 +348,11 @@ def project_one(
                          e, f, h, i, ENCODING, GROUP, CHUNK)  # fmt: skip
         u += p
         odd_u |= odd
-    total, gate = tl.sum(u, axis=1), tl.sum(g, axis=1)
-    if ENCODING == "fp8":
-        total, gate = _without_numbers(total, odd_u), _without_numbers(gate, odd_g)
-    elif ENCODING == "nvfp4":
-        total *= tl.load(others + up_row // span_n)
-        gate *= tl.load(others + gate_row // span_n)
-    elif ENCODING == "ct_nvfp4":
-        total /= tl.load(others + up_row // span_n)
-        gate /= tl.load(others + gate_row // span_n)
-    total = total[None, :]
+    gate = _row_sums(g, odd_g, others, gate_row, span_n, ENCODING)[None, :]
+    total = _row_sums(u, odd_u, others, up_row, span_n, ENCODING)[None, :]
     if SEGMENT == 2:
         total += tl.load(out + entry * outputs + n, mask=n < outputs, other=0.0)[None, :]
     entries = entry + tl.arange(0, 1)
-    finish(gate[None, :], total, bias, out, entries, n, n * 2 if INTERLEAVED else n,
+    finish(gate, total, bias, out, entries, n, n * 2 if INTERLEAVED else n,
            (n * 2 + 1 if INTERLEAVED else n + outputs) if GATED else n, n[None, :] >= 0, expert,
            outputs, limit, alpha, KIND, GATED, ACTIVATION, BIAS, SEGMENT)  # fmt: skip

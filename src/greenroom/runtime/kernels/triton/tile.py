@@ -38,9 +38,9 @@ def _joined(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _halves(w):
-    """Put the four values of low halves of a chunk's words before those of high halves."""
-    w = tl.reshape(w, (w.shape[0], w.shape[1], 4, 2, 4))
-    return tl.permute(w, (0, 1, 3, 2, 4))
+    """Put the values of the low halves of a chunk's bytes before those of the high halves."""
+    w = tl.reshape(w, (w.shape[0], w.shape[1], 4, 4, 2))
+    return tl.permute(w, (0, 1, 4, 2, 3))
 
 
 @triton.jit
@@ -95,6 +95,42 @@ def _k_tile(codes, k, flip, KIND: tl.constexpr, ENCODING: tl.constexpr):
 
 
 @triton.jit
+def _iq4(packed, s, more, flip, KIND: tl.constexpr, ENCODING: tl.constexpr):
+    """Decode the eight codes of words of iq4_nl or iq4_xs, as `_joined` does."""
+    first, second = look_up(packed)
+    return _joined(
+        _code(first, s, more, flip, 7, KIND, tl.float32, ENCODING),
+        _code(first, s, more, flip, 15, KIND, tl.float32, ENCODING),
+        _code(first, s, more, flip, 23, KIND, tl.float32, ENCODING),
+        _code(first, s, more, flip, 31, KIND, tl.float32, ENCODING),
+        _code(second, s, more, flip, 7, KIND, tl.float32, ENCODING),
+        _code(second, s, more, flip, 15, KIND, tl.float32, ENCODING),
+        _code(second, s, more, flip, 23, KIND, tl.float32, ENCODING),
+        _code(second, s, more, flip, 31, KIND, tl.float32, ENCODING),
+    )
+
+
+@triton.jit
+def _scales(
+    scales, others, n, row, k, span_n,
+    ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Load the scales of chunks k [C] of rows n [N]: [N, C, 1], or [N, C, 4] for their words."""
+    if ENCODING == "nvfp4" or ENCODING == "ct_nvfp4":
+        first, second = load_two_scales(scales, row, k)
+        matrix = tl.load(others + n // span_n)[:, None]
+        if ENCODING == "nvfp4":
+            first, second = first * matrix, second * matrix
+        else:
+            first, second = tl.div_rn(first, matrix), tl.div_rn(second, matrix)
+        early = (tl.arange(0, 4) < 2)[None, None, :]
+        s = tl.where(early, first[:, :, None], second[:, :, None])
+    else:
+        s = load_scales(scales, row, k, ENCODING, GROUP, CHUNK)[:, :, None]
+    return s
+
+
+@triton.jit
 def _six(packed, scale, flip, BIT: tl.constexpr, KIND: tl.constexpr):
     """Decode the codes of q6_k whose highest bit is BIT of the words."""
     return ((integer(packed, flip, BIT, SIX) - 96.0) * scale).to(KIND)
@@ -138,18 +174,7 @@ def decode_tile(
     else:
         packed = load_packed(rows, k)
         row = (n // (span_n if ENCODING == "fp8" else 1) * scale_n)[:, None]
-        if ENCODING == "nvfp4" or ENCODING == "ct_nvfp4":
-            first, second = load_two_scales(scales, row, k)
-            matrix = tl.load(others + n // span_n)[:, None]
-            if ENCODING == "nvfp4":
-                first, second = first * matrix, second * matrix
-            else:
-                first, second = tl.div_rn(first, matrix), tl.div_rn(second, matrix)
-            s = tl.where(
-                (tl.arange(0, 4) < 2)[None, None, :], first[:, :, None], second[:, :, None]
-            )
-        else:
-            s = load_scales(scales, row, k, ENCODING, GROUP, CHUNK)[:, :, None]
+        s = _scales(scales, others, n, row, k, span_n, ENCODING, GROUP, CHUNK)
         more = surplus(others, row, k, ENCODING, GROUP, CHUNK)
         AFFINE: tl.constexpr = (
             ENCODING == "symmetric4" or ENCODING == "affine4" or ENCODING == "symmetric8"
@@ -164,31 +189,8 @@ def decode_tile(
             c = _code(packed, s, more, flip, 23, KIND, SCALE, ENCODING)
             d = _code(packed, s, more, flip, 31, KIND, SCALE, ENCODING)
             w = tl.join(tl.join(a, c), tl.join(b, d))
-        elif ENCODING == "q4_0" or ENCODING == "gguf_mxfp4":
-            w = _joined(
-                _code(packed, s, more, flip, 3, KIND, SCALE, ENCODING),
-                _code(packed, s, more, flip, 11, KIND, SCALE, ENCODING),
-                _code(packed, s, more, flip, 19, KIND, SCALE, ENCODING),
-                _code(packed, s, more, flip, 27, KIND, SCALE, ENCODING),
-                _code(packed, s, more, flip, 7, KIND, SCALE, ENCODING),
-                _code(packed, s, more, flip, 15, KIND, SCALE, ENCODING),
-                _code(packed, s, more, flip, 23, KIND, SCALE, ENCODING),
-                _code(packed, s, more, flip, 31, KIND, SCALE, ENCODING),
-            )
-            w = _halves(w)
         elif ENCODING == "iq4_nl" or ENCODING == "iq4_xs":
-            first, second = look_up(packed)
-            w = _joined(
-                _code(first, s, more, flip, 7, KIND, SCALE, ENCODING),
-                _code(first, s, more, flip, 23, KIND, SCALE, ENCODING),
-                _code(second, s, more, flip, 7, KIND, SCALE, ENCODING),
-                _code(second, s, more, flip, 23, KIND, SCALE, ENCODING),
-                _code(first, s, more, flip, 15, KIND, SCALE, ENCODING),
-                _code(first, s, more, flip, 31, KIND, SCALE, ENCODING),
-                _code(second, s, more, flip, 15, KIND, SCALE, ENCODING),
-                _code(second, s, more, flip, 31, KIND, SCALE, ENCODING),
-            )
-            w = _halves(w)
+            w = _iq4(packed, s, more, flip, KIND, ENCODING)
         else:
             w = _joined(
                 _code(packed, s, more, flip, 3, KIND, SCALE, ENCODING),
@@ -200,5 +202,10 @@ def decode_tile(
                 _code(packed, s, more, flip, 27, KIND, SCALE, ENCODING),
                 _code(packed, s, more, flip, 31, KIND, SCALE, ENCODING),
             )
+        if (
+            ENCODING == "q4_0" or ENCODING == "gguf_mxfp4" or ENCODING == "iq4_nl"
+            or ENCODING == "iq4_xs"
+        ):  # fmt: skip
+            w = _halves(w)
         w = tl.reshape(w, (N, C * CHUNK))
     return tl.trans(w)
