@@ -57,7 +57,7 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
 
 
 def in_kernel_order(setup: ModelSetup) -> ModelSetup:
-    """Return a setup whose experts lie in slots as the kernels that compute them read them.
+    """Return a setup whose experts lie in slots in the order of its kernels.
 
     On a CPU that is the order of panels, on a GPU the order of fields. Experts in segments or
     copies stay in the order of files, and experts for a CPU that pass through host memory too.

@@ -50,21 +50,21 @@ def separate(encoding: str, data: Tensor, first: int, matrix: Tensor) -> None:
     """
     nbytes, arrays = BLOCKS[encoding][1], field_arrays(encoding, matrix)
     before = min(-first % nbytes, data.numel())
-    whole = (data.numel() - before) // nbytes
-    behind = before + whole * nbytes
+    count = (data.numel() - before) // nbytes
+    behind = before + count * nbytes
     for start, stop in ((0, before), (behind, data.numel())):
         if start < stop:
             _separate_part(encoding, data[start:stop], first + start, arrays)
-    if whole:
+    if count:
         block = (first + before) // nbytes
-        blocks = data[before:behind].view(whole, nbytes)
-        _copy_fields(encoding, blocks, [array[block : block + whole] for array in arrays])
+        blocks = data[before:behind].view(count, nbytes)
+        _copy_fields(encoding, blocks, [array[block : block + count] for array in arrays])
 
 
 def separate_rows(encoding: str, rows: Tensor, first: int, step: int, matrix: Tensor) -> None:
-    """Write some rows of a matrix [n, bytes of a row] to the arrays of their fields.
+    """Write some rows of a matrix to the arrays of their fields.
 
-    They are the matrix's rows `first`, `first + step`, and so on.
+    rows: [n, bytes of a row], the matrix's rows `first`, `first + step`, and so on
     """
     nbytes = BLOCKS[encoding][1]
     blocks = rows.unflatten(1, (rows.shape[1] // nbytes, nbytes))
@@ -104,7 +104,7 @@ def _copy_fields(encoding: str, blocks: Tensor, arrays: Sequence[Tensor]) -> Non
 
 
 def in_fields(catalog: Catalog) -> Catalog:
-    """Return a catalog whose experts have their fields separated on the way to a device's slots.
+    """Return a catalog whose experts lie in a device's slots in the order of fields.
 
     Matrices whose copies do not have whole rows stay in the order of files.
     """

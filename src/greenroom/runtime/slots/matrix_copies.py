@@ -1,4 +1,4 @@
-"""Division of the copies that write experts at the matrices that slots have in another order."""
+"""Division of copies at the matrices that slots have in another order than files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rearranged(
 
 
 def part_of(copy: Copy, spec: TensorSpec) -> tuple[int, int] | None:
-    """Return the range of a tensor's bytes that a copy writes, or None if it writes none."""
+    """Return the range of a tensor's bytes that a copy writes; None: no bytes."""
     start = max(copy.target - spec.offset, 0)
     stop = min(copy.target + copy.nbytes - spec.offset, spec.nbytes)
     return (start, stop) if start < stop else None

@@ -209,13 +209,13 @@ def load_q6_k(codes, scales, others, row, span_n, k):
     Returns words of bytes with codes of six bits, low and high ones [N, C, 4], under two bits of no
     meaning, and their scales [N, C].
     """
-    words = others.to(tl.pointer_type(tl.int32))
+    pair_codes = others.to(tl.pointer_type(tl.int32))
     packed, j = load_packed(codes, k), k % 4
-    pairs = load_packed(words + row[:, :, None] * 16, k // 4 * 2 + k % 2)
+    pairs = load_packed(pair_codes + row[:, :, None] * 16, k // 4 * 2 + k % 2)
     pairs = pairs >> (j // 2 * 2)[None, :, None]
     low_codes = (packed & 0x0F0F0F0F) | ((pairs << 4) & -0x0F0F0F10)
     high_codes = ((packed >> 4) & 0x0F0F0F0F) | (pairs & -0x0F0F0F10)
-    eights = (words + span_n).to(tl.pointer_type(tl.int64))
+    eights = (pair_codes + span_n).to(tl.pointer_type(tl.int64))
     eight = tl.load(eights + tl.max_contiguous(row * 2 + (k // 4)[None, :], (1, 1)))
     shift = (24 - j * 8)[None, :]
     low = (eight.to(tl.int32) << shift) >> 24

@@ -1,4 +1,4 @@
-"""Triton functions that look up the values of IQ4_NL and IQ4_XS, of eight codes in a word."""
+"""Triton functions that look up the values of codes of IQ4_NL and IQ4_XS."""
 
 from __future__ import annotations
 

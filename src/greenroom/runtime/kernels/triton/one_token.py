@@ -178,7 +178,7 @@ def _in_k_blocks(codes, k, flip, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr)
 
 
 @triton.jit
-def _words(x):
+def _split_fours(x):
     """Split [n, C, 4] into 4 [n, C]."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 2, 2)))
     first, third = tl.split(even)
@@ -203,7 +203,7 @@ def _in_fp8(packed, a, b, c, d):
     One sum is continued from word to word: four of them would have to be added.
     """
     p = tl.zeros((packed.shape[0], packed.shape[1]), tl.float32)
-    first, second, third, fourth = _words(packed)
+    first, second, third, fourth = _split_fours(packed)
     p = _fp8_word(p, first, a)
     p = _fp8_word(p, second, b)
     p = _fp8_word(p, third, c)
@@ -216,7 +216,7 @@ def _odd_codes(packed):
 
     Adding 1 to 0x7F or 0xFF changes a byte's top bit. It carries into the next byte only from 0xFF.
     """
-    first, second, third, fourth = _words(packed ^ (packed + 0x01010101))
+    first, second, third, fourth = _split_fours(packed ^ (packed + 0x01010101))
     return first | second | third | fourth
 
 
@@ -237,8 +237,8 @@ def _row_sums(p, odd, others, row, span_n, ENCODING: tl.constexpr):
     """
     total = tl.sum(p, axis=1)
     if ENCODING == "fp8":
-        found = tl.max((odd & -0x7F7F7F80 != 0).to(tl.int32), axis=1)
-        total = tl.where(found != 0, float("nan"), total)
+        has_odd = tl.max((odd & -0x7F7F7F80 != 0).to(tl.int32), axis=1)
+        total = tl.where(has_odd != 0, float("nan"), total)
     elif ENCODING == "nvfp4":
         total *= tl.load(others + row // span_n)
     elif ENCODING == "ct_nvfp4":
