@@ -15,6 +15,7 @@ from greenroom.runtime.cuda.engine import Cuda, Engine
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.slots.block_fields import field_arrays, layout_in_fields
 
 DTYPE = torch.bfloat16
 SCALE = 2**-9  # of a code: activations stay of a useful size
@@ -92,12 +93,21 @@ def layout_of(shape: Shape, encoding: str, transposed: bool = False) -> SlotLayo
         }[encoding]
         tensors.append((name, (rows, codes[0]), codes[1]))
         tensors.append((f"{name}.scale", scales[:2], scales[2]))
-    return SlotLayout.pack(tensors, dict.fromkeys(matrices, encoding), "bfloat16")
+    return layout_in_fields(SlotLayout.pack(tensors, dict.fromkeys(matrices, encoding), "bfloat16"))
 
 
 def fill(slots: DeviceSlots, slot: int, layout: SlotLayout, encoding: str) -> None:
     """Random weights of a useful size in a slot."""
     for spec in layout.tensors:
+        if spec.fields:
+            matrix = slots.bytes(slot)[spec.offset : spec.offset + spec.nbytes]
+            codes, scales = field_arrays(spec.fields, matrix)
+            codes.random_(0, 256)
+            if encoding == "gguf_mxfp4":
+                scales.fill_(127 - 9)
+            else:
+                scales.view(torch.float16).fill_(SCALE)
+            continue
         tensor = slots.tensor(slot, spec)
         if encoding == PLAIN:
             tensor.normal_(0, 0.02)
@@ -108,12 +118,6 @@ def fill(slots: DeviceSlots, slot: int, layout: SlotLayout, encoding: str) -> No
             codes.random_(0, 256)
             if encoding == "fp8":
                 codes &= 0xBF  # below 2, and no NaN
-            elif encoding == "gguf_mxfp4":
-                codes.view(codes.shape[0], -1, 17)[..., 0] = 127 - 9
-            elif encoding in BLOCK_BYTES:
-                half = torch.tensor([SCALE], dtype=torch.float16).view(torch.uint8)
-                blocks = codes.view(codes.shape[0], -1, BLOCK_BYTES[encoding])
-                blocks[..., :2] = half.to(codes.device)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.triton import TritonKernel, fallback_reason
+from greenroom.runtime.slots.block_fields import FIELDS
 from tests.runtime.kernels.toys import CLASSES, EXPERTS, ToySlots, experts, inputs, matrices
 from tests.runtime.kernels.triton.test_kernel import ENCODED, distance, encoded
 
@@ -35,7 +36,7 @@ def on_gpu(layer: LayerExperts, slots: list[int]) -> LayerExperts:
     moved = GpuSlots(layer.layout, max(slots) + 2)
     for slot in slots:
         for spec in layer.layout.tensors:
-            moved.tensor(slot, spec).copy_(layer.slots.tensor(slot, spec))
+            moved.raw(slot, spec).copy_(layer.slots.raw(slot, spec))
     module: nn.Module = layer.module.cuda()
     return LayerExperts(module, layer.layout, moved)
 
@@ -96,10 +97,12 @@ def test_groups_order_and_slots_do_not_change_a_bit(family):
             assert torch.equal(step(TritonKernel(), other, slots, case, groups), want)
 
 
-@pytest.mark.parametrize("name", ENCODED)
-def test_encodings_are_as_near_as_expanded_weights(name):
+@pytest.mark.parametrize(
+    ("name", "fields"), [*((n, False) for n in ENCODED), *((n, True) for n in FIELDS)]
+)
+def test_encodings_are_as_near_as_expanded_weights(name, fields):
     for family in ("qwen3_moe", "gpt_oss"):
-        host, places, plain, where = encoded(family, name)
+        host, places, plain, where = encoded(family, name, fields)
         layer, expanded = on_gpu(host, places), on_gpu(plain, where)
         assert fallback_reason(layer) is None
         for tokens in (1, 4, 40):

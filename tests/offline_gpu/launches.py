@@ -25,6 +25,7 @@ from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.triton import TritonKernel, kernel, one_token, plan, programs
 from greenroom.runtime.kernels.triton.chunks import CHUNKS, ZEROS
 from greenroom.runtime.kernels.triton.expand import ENCODINGS
+from greenroom.runtime.slots.block_fields import layout_in_fields
 from tests.ggml_blocks import GGML
 
 REPORT = Path(__file__).parents[2] / "benchmarks" / "gpu_report"
@@ -144,7 +145,7 @@ def layout_of(shape: Any, encoding: str, transposed: bool) -> SlotLayout | None:
             if encoding.endswith("nvfp4"):
                 stored = 2 if name == "gate_up_proj" else 1
                 tensors.append((f"{name}.matrix_scale", (stored, 1), "float32"))
-    return SlotLayout.pack(tensors, dict.fromkeys(matrices, encoding), "bfloat16")
+    return layout_in_fields(SlotLayout.pack(tensors, dict.fromkeys(matrices, encoding), "bfloat16"))
 
 
 class Recorder:

@@ -88,7 +88,9 @@ class TensorSpec:
 
     The tensor is C-contiguous and begins at byte `offset` of the slot. With `panels`, it has the
     codes of a matrix of that encoding, whose rows lie in the order of panels, 16 at a time
-    (native/formats/panel.hpp); the last rows, less than 16, lie as they do otherwise.
+    (native/formats/panel.hpp); the last rows, less than 16, lie as they do otherwise. With
+    `fields`, it has the blocks of that encoding, and in a device's slot the fields of all blocks
+    lie in arrays of their own (runtime/slots/block_fields.py).
     """
 
     name: str
@@ -96,6 +98,7 @@ class TensorSpec:
     dtype: str
     offset: int
     panels: str = ""
+    fields: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -214,7 +217,8 @@ class Copy:
     If the file has the elements in a `form` of its own (runtime/slots/forms.py), they are the whole
     of a stored tensor, and `source_strides` are the tensor's bytes and 0. With `panels`, the copy
     is contiguous, and has rows of a matrix of that encoding, a multiple of 16, which it writes in
-    the order of panels.
+    the order of panels. With `matrix`, the copy has bytes of that tensor, which has `fields`: a
+    device separates them.
     """
 
     source: int
@@ -226,6 +230,7 @@ class Copy:
     target_dtype: str
     form: str = ""
     panels: str = ""
+    matrix: TensorSpec | None = None
 
     @property
     def contiguous(self) -> bool:

@@ -59,7 +59,7 @@ def test_the_order_changes_no_bit(
 ) -> None:
     logits, found = outputs(path, kernels=kernels, cache=cache)
     assert found == {"q4_k", "q5_k", "q6_k", "q8_0"}
-    monkeypatch.setattr(attach, "with_panels", lambda setup: setup)
+    monkeypatch.setattr(attach, "in_kernel_order", lambda setup: setup)
     monkeypatch.setattr(accelerate, "KERNELS", ())
     in_rows, none = outputs(path, kernels=kernels, cache=cache)
     assert none == set()
@@ -93,6 +93,6 @@ def test_the_down_projections_of_gpt_oss_are_arranged(
     path = write(tmp_path / "tiny.gguf", "gpt_oss", {"ffn_down_exps": "Q8_0", "": "Q4_0"})
     logits, found = outputs(path, cache="40%")
     assert "q8_0" in found
-    monkeypatch.setattr(attach, "with_panels", lambda setup: setup)
+    monkeypatch.setattr(attach, "in_kernel_order", lambda setup: setup)
     monkeypatch.setattr(accelerate, "KERNELS", ())
     assert torch.equal(outputs(path, cache="40%")[0], logits)

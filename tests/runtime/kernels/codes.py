@@ -16,6 +16,7 @@ from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.encodings.bf12 import escape_room
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.matrix import has_format
+from greenroom.runtime.slots.block_fields import layout_in_fields
 from tests.ggml_blocks import GGML, sane_scales
 from tests.runtime.kernels.toys import EXPERTS, ToySlots
 
@@ -147,10 +148,12 @@ class Coded:
         scale_bits: int = 0,
         flip: bool = True,
         slots: Callable[[SlotLayout, int], Any] = ToySlots,
+        fields: bool = False,
     ) -> None:
         """`scale_bits`: significant bits of float16 scales; `flip`: plain matrices beside encoded
-        ones lie row by output too; `slots` makes the memory of experts."""
-        self._slots = slots
+        ones lie row by output too; `slots` makes the memory of experts; `fields`: blocks lie in the
+        order of fields, where they can."""
+        self._slots, self._fields = slots, fields
         random = np.random.default_rng(seed)
         first = "gate_up_proj" if module.has_gate else "up_proj"
         shapes = {n: tuple(getattr(module, n).shape[1:]) for n in (first, "down_proj")}
@@ -193,10 +196,12 @@ class Coded:
     ) -> LayerExperts:
         sizes = [(k, tuple(t.shape), str(t.dtype)[6:]) for k, t in experts[0].items()]
         layout = SlotLayout.pack(sizes, encodings, dtype)
+        if self._fields:
+            layout = layout_in_fields(layout)
         slots = self._slots(layout, EXPERTS + 3)
         for expert, slot in enumerate(self.places):
             for key, tensor in experts[expert].items():
-                slots.tensor(slot, layout[key]).view(torch.uint8).copy_(tensor.view(torch.uint8))
+                slots.put(slot, layout[key], tensor)
         return LayerExperts(module, layout, slots)
 
 

@@ -15,6 +15,7 @@ from greenroom.core.layout import SlotLayout, TensorSpec
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.slots.block_fields import join, separate
 
 HIDDEN, INNER, EXPERTS = 88, 200, 6  # no multiples of a vector or of a tile: tails everywhere
 
@@ -89,10 +90,23 @@ class ToySlots:
     def address(self, slot: int) -> int:
         return self.base + slot * self.stride
 
-    def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
+    def raw(self, slot: int, spec: TensorSpec) -> Tensor:
         start = self.base - self.memory.data_ptr() + slot * self.stride + spec.offset
-        raw = self.memory[start : start + spec.nbytes]
+        return self.memory[start : start + spec.nbytes]
+
+    def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
+        raw = self.raw(slot, spec)
+        if spec.fields:
+            raw = join(spec.fields, raw)
         return raw.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+    def put(self, slot: int, spec: TensorSpec, values: Tensor) -> None:
+        """Write a tensor that is in the order of files."""
+        raw = values.contiguous().view(torch.uint8).reshape(-1)
+        if spec.fields:
+            separate(spec.fields, raw, 0, self.raw(slot, spec))
+        else:
+            self.raw(slot, spec).copy_(raw)
 
 
 def matrices(module: nn.Module) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from greenroom.hf.memory.devices import engines_for, host_computes, kernels_of
 from greenroom.hf.memory.pressure import FixedSlots, LimitedSlots, PressureWatcher
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
-from greenroom.hf.memory.slots import open_store, slots_for, with_panels
+from greenroom.hf.memory.slots import in_kernel_order, open_store, slots_for
 from greenroom.hf.variants.routing import VariantRouting
 from greenroom.plan.history import files, recent
 from greenroom.plan.history.recent import RecentRouting
@@ -62,7 +62,7 @@ class Greenroom:
     ) -> None:
         """Attach an expert cache that reads from `store`, or from the checkpoint's files."""
         module_guard.remove(model)  # an earlier cache's guard refuses to move modules to a device
-        self._model, self.setup = weakref.ref(model), (setup := with_panels(setup))
+        self._model, self.setup = weakref.ref(model), (setup := in_kernel_order(setup))
         self.kernel: Kernel = make_kernel(kernels_of(setup))
         modules = [model.get_submodule(name) for name in setup.catalog.layers]
         predictors = None

@@ -24,6 +24,8 @@ from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver.copier import Store
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.kernels import panel_order
+from greenroom.runtime.kernels.table import GPU_KERNEL
+from greenroom.runtime.slots import block_fields
 from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.slots.nested_planes import PlaneJoiner
 from greenroom.runtime.slots.tier import MultiPoolTier, Sizes, SlotPool, Tier
@@ -54,15 +56,20 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
     return min(slots, catalog.experts)
 
 
-def with_panels(setup: ModelSetup) -> ModelSetup:
-    """Return a setup whose experts are arranged for the compiled kernels that compute them.
+def in_kernel_order(setup: ModelSetup) -> ModelSetup:
+    """Return a setup whose experts lie in slots in the order of its kernels.
 
-    Experts that pass through host memory on their way, or in segments or copies, stay in rows.
+    On a CPU that is the order of panels, on a GPU the order of fields. Experts in segments or
+    copies stay in the order of files, and experts for a CPU that pass through host memory too.
     """
-    compiled = kernels_of(setup) in panel_order.KERNELS
-    if not compiled or len(lanes_of(setup)) > 1 or setup.split or setup.copies:
+    kernels = kernels_of(setup)
+    if setup.split or setup.copies:
         return setup
-    return replace(setup, catalog=panel_order.in_panels(setup.catalog))
+    if setup.cuda and kernels == GPU_KERNEL:
+        return replace(setup, catalog=block_fields.in_fields(setup.catalog))
+    if kernels in panel_order.KERNELS and len(lanes_of(setup)) == 1:
+        return replace(setup, catalog=panel_order.in_panels(setup.catalog))
+    return setup
 
 
 def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:

@@ -14,6 +14,7 @@ import logging
 import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -202,15 +203,19 @@ def piece_rooms(chunks: Sequence[tuple[Chunk, ...]]) -> NDArray[np.int64]:
 
 
 def in_place_copies(chunk: Chunk) -> tuple[Copy, ...]:
-    """Return the copies that move a chunk to the same offsets of another slot."""
+    """Return the copies that move a chunk to the same offsets of another slot.
+
+    Fields of blocks are separated on the way.
+    """
     copies = []
     for copy in chunk.extent.copies:
         if not copy.contiguous:  # such an extent is one chunk
             strides, dtype = copy.target_strides, copy.target_dtype
-            copies.append(
-                Copy(copy.target, copy.target, copy.shape, strides, strides, dtype, dtype)
-            )
+            moved = Copy(copy.target, copy.target, copy.shape, strides, strides, dtype, dtype)
         elif part := overlap(copy, chunk.start, chunk.length):
             at, n = part[1].start, part[1].stop - part[1].start
-            copies.append(Copy(at, at, (1, n), (n, 1), (n, 1), "uint8", "uint8"))
+            moved = Copy(at, at, (1, n), (n, 1), (n, 1), "uint8", "uint8")
+        else:
+            continue
+        copies.append(replace(moved, matrix=copy.matrix))
     return tuple(copies)

@@ -19,6 +19,7 @@ from torch import Tensor
 from greenroom.core.layout import ALIGNMENT, ITEMSIZE, Copy, TensorSpec
 from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine, Mark
+from greenroom.runtime.slots import block_fields
 from greenroom.runtime.slots.forms import arrange, as_integers
 from greenroom.runtime.slots.tier import SlotPool, overlap
 
@@ -59,8 +60,10 @@ class DeviceSlots(SlotPool):
         return segment + (slot - self._first_slots[number]) * self.stride
 
     def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
-        """Return a view of one tensor of the expert in a slot."""
+        """Return a view of one tensor of the expert in a slot; of one in fields, a copy in rows."""
         flat = self.bytes(slot)[spec.offset : spec.offset + spec.nbytes]
+        if spec.fields:
+            flat = block_fields.join(spec.fields, flat)
         return flat.view(getattr(torch, spec.dtype)).view(spec.shape)
 
     def mark_computed(self, slots: Sequence[int]) -> None:
@@ -77,10 +80,36 @@ class DeviceSlots(SlotPool):
         source, target = torch.from_numpy(data), self.bytes(slot)
         with self.engine.copying(self._marks.get(slot)):
             for copy in copies:
-                if not copy.contiguous:
+                ranges = overlap(copy, start, data.size) if copy.contiguous else None
+                if copy.matrix is not None:
+                    self._separate(source, target, copy, copy.matrix, ranges)
+                elif not copy.contiguous:
                     self._rearrange(source[copy.source :], target[copy.target :], copy)
-                elif ranges := overlap(copy, start, data.size):
+                elif ranges:
                     target[ranges[1]].copy_(source[ranges[0]], non_blocking=True)
+
+    def _separate(
+        self,
+        source: Tensor,
+        target: Tensor,
+        copy: Copy,
+        spec: TensorSpec,
+        ranges: tuple[slice, slice] | None,
+    ) -> None:
+        """Copy bytes of a matrix to the device, then separate the fields of its blocks.
+
+        ranges: of a contiguous copy, the bytes of the source and of the slot, if it has any here
+        """
+        matrix, at = target[spec.offset :][: spec.nbytes], copy.target - spec.offset
+        if ranges:
+            raw = self._to_scratch(source[ranges[0]])
+            block_fields.separate(spec.fields, raw, ranges[1].start - spec.offset, matrix)
+        elif not copy.contiguous:
+            nbytes, width = _span(copy.shape, copy.source_strides, 1), copy.shape[1]
+            raw = self._to_scratch(source[copy.source :][:nbytes])
+            rows = _strided(raw, "uint8", copy.shape, copy.source_strides)
+            step = copy.target_strides[0] // width
+            block_fields.separate_rows(spec.fields, rows, at // width, step, matrix)
 
     def _rearrange(self, source: Tensor, target: Tensor, copy: Copy) -> None:
         """Copy a block of weights to the device, then transpose, interleave or cast it.
@@ -94,22 +123,23 @@ class DeviceSlots(SlotPool):
             place.copy_(arranged)
             return
         nbytes = _span(copy.shape, copy.source_strides, ITEMSIZE[copy.source_dtype])
-        raw = self._scratch_of(nbytes)[:nbytes]
-        raw.copy_(source[:nbytes], non_blocking=True)
+        raw = self._to_scratch(source[:nbytes])
         _strided(target, copy.target_dtype, copy.shape, copy.target_strides).copy_(
             _strided(raw, copy.source_dtype, copy.shape, copy.source_strides)
         )
 
-    def _scratch_of(self, nbytes: int) -> Tensor:
-        """Return the calling thread's scratch memory on the device: at least `nbytes`.
+    def _to_scratch(self, source: Tensor) -> Tensor:
+        """Copy bytes to the calling thread's scratch memory on the device.
 
         A thread's copies end before its next call.
         """
-        thread = threading.get_ident()
+        thread, nbytes = threading.get_ident(), source.numel()
         scratch = self._scratch.get(thread)
         if scratch is None or scratch.numel() < nbytes:
             scratch = self._scratch[thread] = self.engine.empty(-(-nbytes // ALIGNMENT) * ALIGNMENT)
-        return scratch
+        raw = scratch[:nbytes]
+        raw.copy_(source, non_blocking=True)
+        return raw
 
     def move(self, source: int, target: int) -> None:
         """Copy one slot's bytes to another slot, after launched computation that reads either."""

@@ -15,9 +15,10 @@ from itertools import chain
 
 import numpy as np
 
-from greenroom.core.layout import PLAIN, Catalog, Copy, SlotLayout, TensorSpec
+from greenroom.core.layout import PLAIN, Catalog, Copy, SlotLayout
 from greenroom.runtime.kernels.matrix import PANEL, Format, format_symbol
 from greenroom.runtime.kernels.native.library import Library, library
+from greenroom.runtime.slots.matrix_copies import divided, in_rows, part_of, rearranged
 
 MOVER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 KERNELS = ("native", "precise")  # the kernels that read the order of panels
@@ -82,19 +83,7 @@ def in_panels(catalog: Catalog) -> Catalog:
 
     Matrices whose copies do not have whole panels stay in rows.
     """
-    layouts = []
-    for layer, (first, layout) in enumerate(zip(catalog.offsets, catalog.layouts, strict=False)):
-        experts = catalog.experts_per_layer[layer]
-        copies = [c for e in catalog.extents(first) for c in e.copies] if experts else []
-        layouts.append(layout_in_panels(layout, copies))
-    parts = [_matrices(layout) for layout in layouts]
-
-    @cache
-    def convert(layer: int, copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
-        each = (_split(copy, parts[layer]) for copy in copies)
-        return tuple(chain.from_iterable(each)) if parts[layer] else copies
-
-    return catalog.converted(layouts, convert)
+    return rearranged(catalog, layout_in_panels, _split)
 
 
 def layout_in_panels(layout: SlotLayout, copies: Sequence[Copy] = ()) -> SlotLayout:
@@ -109,7 +98,7 @@ def layout_in_panels(layout: SlotLayout, copies: Sequence[Copy] = ()) -> SlotLay
         codes = half.parts[0]
         panel_bytes = PANEL * (codes.nbytes // half.shape[0])
         contiguous = [copy for copy in copies if copy.contiguous]
-        ranges = [(0, codes.nbytes), *filter(None, (_part(copy, codes) for copy in contiguous))]
+        ranges = [(0, codes.nbytes), *filter(None, (part_of(copy, codes) for copy in contiguous))]
         cuts = [end for part in ranges for end in part if end % panel_bytes]
         moved = [
             c for c in copies if not c.contiguous and 0 <= c.target - codes.offset < codes.nbytes
@@ -120,37 +109,11 @@ def layout_in_panels(layout: SlotLayout, copies: Sequence[Copy] = ()) -> SlotLay
     return replace(layout, tensors=tuple(tensors))
 
 
-def _matrices(layout: SlotLayout) -> list[TensorSpec]:
-    return [spec for spec in layout.tensors if spec.panels]
-
-
-def _part(copy: Copy, spec: TensorSpec) -> tuple[int, int] | None:
-    """Return the range of a tensor's bytes that a copy writes, or None if it writes none."""
-    start = max(copy.target - spec.offset, 0)
-    stop = min(copy.target + copy.nbytes - spec.offset, spec.nbytes)
-    return (start, stop) if start < stop else None
-
-
-def _split(copy: Copy, matrices: Sequence[TensorSpec]) -> list[Copy]:
+def _split(copy: Copy, layout: SlotLayout) -> list[Copy]:
     """Divide a copy into copies of matrices in panels, and of what lies between."""
     if not copy.contiguous:
         return [copy]
-    parts, at, end = [], copy.target, copy.target + copy.nbytes
-    for spec in sorted(matrices, key=lambda spec: spec.offset):
-        if part := _part(copy, spec):
-            start, stop = part[0] + spec.offset, part[1] + spec.offset
-            if at < start:
-                parts.append(_bytes(copy, at, start))
-            panels = _bytes(copy, start, stop, spec.nbytes // spec.shape[0])
-            parts.append(replace(panels, panels=spec.panels))
-            at = stop
-    if not parts:
-        return [copy]
-    return [*parts, _bytes(copy, at, end)] if at < end else parts
-
-
-def _bytes(copy: Copy, start: int, stop: int, width: int = 0) -> Copy:
-    """Return the part of a contiguous copy that writes some bytes of the slot, as bytes."""
-    n = width or stop - start
-    source = copy.source + start - copy.target
-    return Copy(source, start, ((stop - start) // n, n), (n, 1), (n, 1), "uint8", "uint8")
+    return [
+        part if spec is None else replace(in_rows(part, spec), panels=spec.panels)
+        for part, spec in divided(copy, [spec for spec in layout.tensors if spec.panels])
+    ]

@@ -20,6 +20,7 @@ from greenroom.runtime.kernels.segments import SegmentedExperts, SegmentedKernel
 from greenroom.runtime.kernels.table import make_kernel
 from greenroom.runtime.kernels.triton import TritonKernel, fallback_reason
 from greenroom.runtime.kernels.triton.expand import ENCODINGS as ENCODINGS_OF_TRITON
+from greenroom.runtime.slots.block_fields import layout_in_fields
 from greenroom.runtime.slots.cutting import Cutting
 from tests.ggml_blocks import GGML, random_bytes, sane_scales
 from tests.runtime.kernels.toys import (
@@ -178,8 +179,13 @@ def parts_of(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
     raise AssertionError(name)
 
 
-def encoded(family: str, name: str) -> tuple[LayerExperts, list[int], LayerExperts, list[int]]:
-    """Make random experts, encoded and as the decoder expands them."""
+def encoded(
+    family: str, name: str, fields: bool = False
+) -> tuple[LayerExperts, list[int], LayerExperts, list[int]]:
+    """Make random experts, encoded and as the decoder expands them.
+
+    `fields`: blocks lie in the order of fields, where they can.
+    """
     torch.manual_seed(4)
     hidden, inner = sizes(name)
     module = experts(family, BF16, hidden=hidden, inner=inner)
@@ -192,12 +198,13 @@ def encoded(family: str, name: str) -> tuple[LayerExperts, list[int], LayerExper
         for suffix, t in parts.items()
     ]
     layout = SlotLayout.pack(tensors, dict.fromkeys(shapes, name), "bfloat16")
+    layout = layout_in_fields(layout) if fields else layout
     slots, places = ToySlots(layout, EXPERTS + 2), [5, 0, 7, 2, 3, 6][:EXPERTS]
     plain: dict[str, list[torch.Tensor]] = {p: [] for p in shapes}
     for expert, slot in enumerate(places):
         for p, parts in each[expert].items():
             for suffix, tensor in parts.items():
-                slots.tensor(slot, layout[p + suffix]).copy_(tensor)
+                slots.put(slot, layout[p + suffix], tensor)
             w = ENCODINGS[name].decode(list(parts.values()), shapes[p], BF16)
             plain[p].append(w.T.contiguous() if module.is_transposed else w)
     stacked = {p: torch.stack(w) for p, w in plain.items()}

@@ -27,13 +27,16 @@ pytestmark = [
 ]
 BF16, FP16 = torch.bfloat16, torch.float16
 SIGNED = Style("symmetric8", "bfloat16", (1, 64), "int8")
+SMALL_BLOCKS = Style("fp8", "float32", (32, 128))  # a program's rows have several scales
 COVERED = [*(style for style in STYLES if style.name in chunks.CHUNKS), SIGNED]
 WIDE = one_token.WIDTH + 1  # chunks: one more than are loaded at a time
 
 
 def unit(style: Style) -> int:
     """Inputs of the smallest matrix that the program reads."""
-    pair = 2 if style.name in ("mxfp4", *chunks.ZEROS) else 1  # bytes are loaded in pairs
+    pair = (
+        2 if style.name in ("mxfp4", "gguf_mxfp4", *chunks.ZEROS) else 1
+    )  # bytes are loaded in pairs
     share = style.share[1] if style.share[1] < 1 << 20 else 1
     return max(BLOCKS[style.name][0], share, chunks.CHUNKS[style.name]) * pair
 
@@ -42,7 +45,7 @@ def layer_of(
     style: Style, blocks: int, dtype: torch.dtype = BF16, family: str = "qwen3_moe"
 ) -> Any:
     size = unit(style) * blocks
-    return Coded(experts(family, dtype, hidden=size, inner=size), style, style)
+    return Coded(experts(family, dtype, hidden=size, inner=size), style, style, fields=True)
 
 
 def sums(layer: LayerExperts, slot: int, weight: WeightSpec, x: torch.Tensor) -> torch.Tensor:
@@ -60,11 +63,17 @@ def sums(layer: LayerExperts, slot: int, weight: WeightSpec, x: torch.Tensor) ->
     return out[0].double() / 2
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 5, "wide"])
-@pytest.mark.parametrize("style", COVERED, ids=str)
+def block_counts(style: Style) -> set[int]:
+    """Some small blocks, and so many that a row has more than the chunks that are loaded."""
+    few = {n for n in (1, 2, 5) if n * unit(style) <= 512}
+    return few | {-(-WIDE * chunks.CHUNKS[style.name] // unit(style))}
+
+
+CASES = [(style, n) for style in (*COVERED, SMALL_BLOCKS) for n in sorted(block_counts(style))]
+
+
+@pytest.mark.parametrize(("style", "blocks"), CASES, ids=str)
 def test_sums_are_those_of_the_values_in_float32(style, blocks):
-    if blocks == "wide":
-        blocks = -(-WIDE * chunks.CHUNKS[style.name] // unit(style))
     for dtype in (BF16, FP16) if blocks == 1 else (BF16,):
         coded = layer_of(style, blocks, dtype)
         layer, slot = coded.layer, coded.places[1]
@@ -76,7 +85,9 @@ def test_sums_are_those_of_the_values_in_float32(style, blocks):
             x = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(1))
             x = x.to(dtype)
             got, exact = sums(layer, slot, weight, x), values @ x[0].double()
-            error = (got - exact).abs() / (values.abs() @ x[0].double().abs())
+            # A scale may be 0, and so may a row.
+            size = (values.abs() @ x[0].double().abs()).clamp_min(1e-30)
+            error = (got - exact).abs() / size
             assert float(error.max()) < 2e-6
 
 
@@ -94,6 +105,30 @@ def test_a_token_is_near_to_eager(style, family, monkeypatch):
     want = compute(EagerKernel(), coded.layer, coded.places, *case)
     assert got.any()
     assert distance(got, want) < 2 * torch.finfo(BF16).eps
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_codes_of_fp8_that_are_no_numbers_are_nan_as_in_eager(tokens):
+    """In both programs: for one token, and for several."""
+    style = next(style for style in COVERED if style.name == "fp8")
+    coded = layer_of(style, 2)
+    down = coded.layer.down
+    for expert, slot in enumerate(coded.places):
+        codes = coded.layer.slots.tensor(slot, down).view(torch.uint8)
+        numbers = torch.randint(
+            0, 256, codes.shape, generator=torch.Generator().manual_seed(expert)
+        )
+        near = (numbers & 0x7F).clamp(0, 0x7E) | (numbers & 0x80)  # 0x7E and 0xFE are numbers
+        codes.copy_(near.to(torch.uint8))
+        codes[expert::7, expert::11] = 0x7F if expert % 2 else 0xFF
+    case = inputs(BF16, tokens, top_k=1, hidden=coded.layer.hidden)
+    for expert in (2, 3):
+        case[1][:] = expert
+        got = compute(TritonKernel(), coded.layer, coded.places, *case)
+        want = compute(EagerKernel(), coded.layer, coded.places, *case)
+        assert torch.equal(got.isnan(), want.isnan())
+        assert 0 < got.isnan().sum() < got.numel()
+        assert distance(got[~got.isnan()], want[~want.isnan()]) < 2 * torch.finfo(BF16).eps
 
 
 def test_matrices_that_it_cannot_read_are_left_to_the_other_program():

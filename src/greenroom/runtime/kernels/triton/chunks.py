@@ -19,7 +19,10 @@ CHUNKS = {
     **dict.fromkeys(("int4", "mxfp4", "nvfp4", "ct_nvfp4", "q4_k", "q5_k"), 32),
     **dict.fromkeys(("symmetric4", "affine4"), 32),
     **dict.fromkeys(("int8", "fp8", "symmetric8", "affine8"), 16),
+    **dict.fromkeys(("q4_0", "iq4_nl", "iq4_xs", "gguf_mxfp4", "q6_k"), 32),
+    "q8_0": 16,
 }
+LEAST = {"q6_k": 128}  # inputs of a tile: four chunks, whose high halves are after all low ones
 ZEROS = ("affine4", "affine8")  # encodings with a zero beside each scale
 # Encodings whose weights are rounded to the type of their scales first.
 AFFINE = ("symmetric4", "symmetric8", "signed8", *ZEROS)
@@ -29,8 +32,9 @@ E2M1_HALF, E4M3_HALF = tl.constexpr(2.0**63), tl.constexpr(2.0**60)
 # Of integer codes of 4, 5 and 8 bits: masks of mantissas, what is exclusive-ored with a code (an
 # exponent, and the sign of int8), and what the float32 has more than the code.
 FOUR, EIGHT, FIFTH = tl.constexpr(0x00780000), tl.constexpr(0x007F8000), tl.constexpr(0x00400000)
-FOUR_OF_5 = tl.constexpr(0x003C0000)
+FOUR_OF_5, SIX = tl.constexpr(0x003C0000), tl.constexpr(0x007E0000)
 _SIXTEEN, _THIRTY_TWO = tl.constexpr(0x41800000), tl.constexpr(0x42000000)
+_SIXTY_FOUR = tl.constexpr(0x42800000)
 _SIGNED, _UNSIGNED = tl.constexpr(0x43C00000), tl.constexpr(0x43800000)
 
 
@@ -43,10 +47,14 @@ def exponent(ENCODING: tl.constexpr):
     """
     if ENCODING == "symmetric8" or ENCODING == "affine8":
         number = _UNSIGNED ^ tl.program_id(2)
-    elif ENCODING == "int8" or ENCODING == "signed8":
+    elif (
+        ENCODING == "int8" or ENCODING == "signed8" or ENCODING == "iq4_nl" or ENCODING == "iq4_xs"
+    ):  # fmt: skip
         number = _SIGNED ^ tl.program_id(2)
     elif ENCODING == "q5_k":
         number = _THIRTY_TWO ^ tl.program_id(2)
+    elif ENCODING == "q6_k":
+        number = _SIXTY_FOUR ^ tl.program_id(2)
     else:
         number = _SIXTEEN ^ tl.program_id(2)
     return number
@@ -67,7 +75,7 @@ def _moved(packed, BIT: tl.constexpr, TO: tl.constexpr):
 def integer(packed, flip, BIT: tl.constexpr, MASK: tl.constexpr):
     """Take the codes whose highest bit is BIT of the words, as float32.
 
-    The result has 16 more than a code of 4 bits, 384 more than int8.
+    The result has 16 more than a code of 4 bits, 64 more than one of 6, 384 more than int8.
     """
     return ((_moved(packed, BIT, 22) & MASK) ^ flip).to(tl.float32, bitcast=True)
 
@@ -91,9 +99,8 @@ def k_code(packed, fifth, flip, BIT: tl.constexpr, ENCODING: tl.constexpr):
 def small_float(packed, BIT: tl.constexpr, MASK: tl.constexpr):
     """Take the float codes whose sign is BIT of the words, as scaled float32.
 
-    Their values are divided by a power of two, the square of E2M1_HALF or E4M3_HALF.
-
-    The codes of e4m3 that are no numbers are taken as 480.
+    Their values are divided by a power of two, the square of E2M1_HALF or E4M3_HALF. The codes of
+    e4m3 that are no numbers are taken as 480.
     """
     top = packed << (31 - BIT)
     return ((top >> (6 if MASK == E2M1 else 4)) & MASK).to(tl.float32, bitcast=True)
@@ -110,10 +117,16 @@ def load_scales(scales, row, k, ENCODING: tl.constexpr, GROUP: tl.constexpr, CHU
     """Load the scales of chunks k [C] as float32: [N, C], where `row` [N, 1] begins."""
     # The compiler must not see that scales are consecutive: it would give a lane several, and
     # exchange them with other lanes through shared memory.
-    if ENCODING == "mxfp4":  # 16 bits are two scales
+    if ENCODING == "mxfp4" or ENCODING == "gguf_mxfp4":  # 16 bits are two scales
         pairs = scales.to(tl.pointer_type(tl.int16))
         pair = tl.load(pairs + tl.max_contiguous(row // 2 + (k // 2)[None, :], (1, 1)))
         s = e8m0((pair.to(tl.int32) >> (k % 2 * 8)[None, :]) & 255)
+    elif ENCODING == "iq4_xs":  # 64 bits: a float16, and eight scales of two and of four bits
+        heads = scales.to(tl.pointer_type(tl.int64))
+        head = tl.load(heads + tl.max_contiguous(row + (k // 8)[None, :], (1, 1)))
+        low, four = head.to(tl.int32), (head >> 32).to(tl.int32) >> (k % 8 * 4)[None, :]
+        six = (four & 15) | ((low >> (k % 8 * 2 + 12)[None, :]) & 48)
+        s = half(low) * (six - 32).to(tl.float32)
     else:
         s = tl.load(scales + tl.max_contiguous(row + (k * CHUNK // GROUP)[None, :], (1, 1)))
         s = s.to(tl.float32)
@@ -132,6 +145,8 @@ def surplus(others, row, k, ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: 
         pair = tl.load(pairs + tl.max_contiguous(row // 2 + (group // 2)[None, :], (1, 1)))
         zero = (pair.to(tl.int32) >> (group % 2 * 8)[None, :]) & 255
         more = zero[:, :, None].to(tl.float32) + (16.0 if CHUNK == 32 else 256.0)
+    elif ENCODING == "iq4_nl" or ENCODING == "iq4_xs":
+        more = 384.0
     elif CHUNK == 32:
         more = 24.0
     else:
@@ -179,3 +194,31 @@ def load_k_block(codes, k, ENCODING: tl.constexpr):
     low, high = s * (scale & 63).to(tl.float32), s * (scale >> 8).to(tl.float32)
     low_least, high_least = m * (least & 63).to(tl.float32), m * (least >> 8).to(tl.float32)
     return packed, low_fifth, high_fifth, low, high, low_least, high_least
+
+
+@triton.jit
+def load_q6_k(codes, scales, others, row, span_n, k):
+    """Load chunks k [C] of rows of q6_k in the order of fields.
+
+    `codes` [N, 1, 1] point to the rows, `row` [N, 1] are their first blocks. `others` points to the
+    bytes of high pairs, `span_n` words further are scales, and `scales` are what multiplies these.
+
+    A chunk has 16 codes of weights in the low halves of its bytes, and in the high ones those of
+    weights that are 64 further.
+
+    Returns words of bytes with codes of six bits, low and high ones [N, C, 4], under two bits of no
+    meaning, and their scales [N, C].
+    """
+    pair_codes = others.to(tl.pointer_type(tl.int32))
+    packed, j = load_packed(codes, k), k % 4
+    pairs = load_packed(pair_codes + row[:, :, None] * 16, k // 4 * 2 + k % 2)
+    pairs = pairs >> (j // 2 * 2)[None, :, None]
+    low_codes = (packed & 0x0F0F0F0F) | ((pairs << 4) & -0x0F0F0F10)
+    high_codes = ((packed >> 4) & 0x0F0F0F0F) | (pairs & -0x0F0F0F10)
+    eights = (pair_codes + span_n).to(tl.pointer_type(tl.int64))
+    eight = tl.load(eights + tl.max_contiguous(row * 2 + (k // 4)[None, :], (1, 1)))
+    shift = (24 - j * 8)[None, :]
+    low = (eight.to(tl.int32) << shift) >> 24
+    high = ((eight >> 32).to(tl.int32) << shift) >> 24
+    d = tl.load(scales + tl.max_contiguous(row + (k // 8)[None, :], (1, 1))).to(tl.float32)
+    return low_codes, high_codes, d * low.to(tl.float32), d * high.to(tl.float32)

@@ -9,20 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from greenroom.runtime.kernels.triton.iq4 import IQ4
+
 # The encodings of `decode_block`.
 BLOCK_ENCODINGS = (
     *("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"),
     *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"),
 )
-# The 16 values of iq4_nl and iq4_xs as signed bytes, four in an integer.
-_IQ4 = tuple(
-    tl.constexpr(int.from_bytes(bytes(v & 255 for v in values), "little", signed=True))
-    for values in (
-        *((-127, -104, -83, -65), (-49, -35, -22, -10)),
-        *((1, 13, 25, 38), (53, 69, 89, 113)),
-    )
-)
-_IQ4_0, _IQ4_1, _IQ4_2, _IQ4_3 = _IQ4
+_IQ4_0, _IQ4_1, _IQ4_2, _IQ4_3 = IQ4
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.native.library import missing_reason
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.triton import one_token, programs
+from greenroom.runtime.kernels.triton import chunks, one_token, programs
 from greenroom.runtime.kernels.triton.expand import ENCODINGS
 from greenroom.runtime.kernels.triton.plan import TritonLayerPlan, TritonMatrix, group_of, plan_of
 
@@ -216,11 +216,15 @@ class TritonStep(base.KernelStep):
             one_token.project_one[(triton.cdiv(outputs, rows), len(tiles) // 4)](
                 *(*arguments, *numbers[:4], *numbers[5:7], *floats), **constants,
                 GROUP=matrix.group, CHUNK=matrix.chunk,
+                ONE_SCALE=matrix.has_one_scale(outputs, rows, constants["INTERLEAVED"]),
                 N=rows, C=one_token.WIDTH, num_warps=one_token.WARPS,
             )  # fmt: skip
             return
         if m == FEW[0] and not gated:  # as many rows as of gate and up
             n *= 2
+        least = chunks.LEAST.get(matrix.encoding, 0)
+        if k < least:  # as many weights
+            k, n = least, n * k // least
         programs.project[(triton.cdiv(outputs, n), len(tiles) // 4)](
             *(*arguments, *numbers, *floats), **constants,
             GROUP=matrix.group, CHUNK=matrix.chunk,

@@ -18,23 +18,30 @@ from greenroom.runtime.kernels.triton.chunks import (
     E4M3_HALF,
     EIGHT,
     FOUR,
+    SIX,
     exponent,
     half,
     integer,
     k_code,
     load_k_block,
     load_packed,
+    load_q6_k,
     load_scales,
     load_two_scales,
     small_float,
     surplus,
 )
+from greenroom.runtime.kernels.triton.iq4 import look_up
 from greenroom.runtime.kernels.triton.programs import OTHER_UNITS, finish
 
 WIDTH, WARPS = 32, 8  # chunks of a row that are loaded at a time; one for each lane of a warp
 # Rows of weights that a program multiplies: half of them are the gate's, if there is one. Formats
-# with many numbers for a block have fewer, so that two programs fit on a multiprocessor.
-ROWS, ROWS_OF = 64, {"q4_k": 32, "q5_k": 32}
+# with many numbers for a word have fewer, so that two programs fit on a multiprocessor.
+ROWS = 64
+ROWS_OF = {
+    **dict.fromkeys(("int4", "symmetric4", "affine4", "q4_0"), 32),
+    **dict.fromkeys(("q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"), 32),
+}
 
 
 @triton.jit
@@ -58,18 +65,38 @@ def _four_inputs(x, inside, KIND: tl.constexpr, FACTOR: tl.constexpr):
 def _inputs(x, k, inside, KIND: tl.constexpr, ENCODING: tl.constexpr, CHUNK: tl.constexpr):
     """Load the inputs of chunks k [C]: 8 [1, C, 4], for the codes of a word; of 8 bits the same 4.
 
+    Of fp8 they are the inputs of each word: 4 times 4 [1, C].
+
     `x` points to the inputs, 64 bits at a time. Inputs of float codes are multiplied by a power of
     two, so that products are not too small.
     """
     word, mask = tl.arange(0, 4)[None, :], inside[:, None]
-    if CHUNK == 16:
-        FACTOR: tl.constexpr = E4M3_HALF if ENCODING == "fp8" else 1
-        a, b, c, d = _four_inputs(x + (k[:, None] * 4 + word), mask, KIND, FACTOR)
+    if ENCODING == "fp8":  # word by word
+        at = x + k * 4
+        a = _four_inputs(at, inside, KIND, E4M3_HALF)
+        b = _four_inputs(at + 1, inside, KIND, E4M3_HALF)
+        c = _four_inputs(at + 2, inside, KIND, E4M3_HALF)
+        d = _four_inputs(at + 3, inside, KIND, E4M3_HALF)
+        e, f, g, h = a, b, c, d
+    elif CHUNK == 16:
+        a, b, c, d = _four_inputs(x + (k[:, None] * 4 + word), mask, KIND, 1)
         e, f, g, h = a, b, c, d
     elif ENCODING == "q4_k" or ENCODING == "q5_k":
         at = x + ((k // 8 * 64 + k % 8 // 2 * 16 + k % 2 * 4)[:, None] + word)
         a, b, c, d = _four_inputs(at, mask, KIND, 1)
         e, f, g, h = _four_inputs(at + 8, mask, KIND, 1)
+    elif ENCODING == "q6_k":
+        at = x + ((k // 4 * 32 + k % 4 * 4)[:, None] + word)
+        a, b, c, d = _four_inputs(at, mask, KIND, 1)
+        e, f, g, h = _four_inputs(at + 16, mask, KIND, 1)
+    elif (
+        ENCODING == "q4_0" or ENCODING == "gguf_mxfp4" or ENCODING == "iq4_nl"
+        or ENCODING == "iq4_xs"
+    ):  # fmt: skip
+        HALF: tl.constexpr = E2M1_HALF if ENCODING == "gguf_mxfp4" else 1
+        at = x + (k[:, None] * 8 + word)
+        a, c, e, g = _four_inputs(at, mask, KIND, HALF)
+        b, d, f, h = _four_inputs(at + 4, mask, KIND, HALF)
     else:
         FLOATS: tl.constexpr = ENCODING == "mxfp4" or ENCODING == "nvfp4" or ENCODING == "ct_nvfp4"
         FACTOR: tl.constexpr = E2M1_HALF if FLOATS else 1
@@ -81,8 +108,14 @@ def _inputs(x, k, inside, KIND: tl.constexpr, ENCODING: tl.constexpr, CHUNK: tl.
 
 @triton.jit
 def _in_order(packed, flip, more, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr):
-    """Sum the codes of words [N, C, 4], in order, times inputs, but the power of two of floats."""
-    if ENCODING == "int4" or ENCODING == "symmetric4" or ENCODING == "affine4":
+    """Sum the codes of words [N, C, 4], from the lowest bits up, times inputs [1, C, 4].
+
+    The power of two of float codes is left out.
+    """
+    if (
+        ENCODING == "int4" or ENCODING == "q4_0" or ENCODING == "symmetric4"
+        or ENCODING == "affine4"
+    ):  # fmt: skip
         p = ((a + b) + (c + d) + ((e + f) + (g + h))) * -more
         p += integer(packed, flip, 3, FOUR) * a
         p += integer(packed, flip, 7, FOUR) * b
@@ -101,11 +134,17 @@ def _in_order(packed, flip, more, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr
         p += integer(packed, flip, 15, EIGHT) * b
         p += integer(packed, flip, 23, EIGHT) * c
         p += integer(packed, flip, 31, EIGHT) * d
-    elif ENCODING == "fp8":
-        p = small_float(packed, 7, E4M3) * a
-        p += small_float(packed, 15, E4M3) * b
-        p += small_float(packed, 23, E4M3) * c
-        p += small_float(packed, 31, E4M3) * d
+    elif ENCODING == "iq4_nl" or ENCODING == "iq4_xs":
+        first, second = look_up(packed)
+        p = ((a + b) + (c + d) + ((e + f) + (g + h))) * -more
+        p += integer(first, flip, 7, EIGHT) * a
+        p += integer(first, flip, 15, EIGHT) * b
+        p += integer(first, flip, 23, EIGHT) * c
+        p += integer(first, flip, 31, EIGHT) * d
+        p += integer(second, flip, 7, EIGHT) * e
+        p += integer(second, flip, 15, EIGHT) * f
+        p += integer(second, flip, 23, EIGHT) * g
+        p += integer(second, flip, 31, EIGHT) * h
     else:
         p = small_float(packed, 3, E2M1) * a
         p += small_float(packed, 7, E2M1) * b
@@ -139,28 +178,122 @@ def _in_k_blocks(codes, k, flip, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr)
 
 
 @triton.jit
+def _split_fours(x):
+    """Split [n, C, 4] into 4 [n, C]."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _fp8_word(p, word, inputs):
+    """Add the codes of words [N, C] times their four inputs [1, C], but the power of two."""
+    a, b, c, d = inputs
+    p += small_float(word, 7, E4M3) * a
+    p += small_float(word, 15, E4M3) * b
+    p += small_float(word, 23, E4M3) * c
+    return p + small_float(word, 31, E4M3) * d
+
+
+@triton.jit
+def _in_fp8(packed, a, b, c, d):
+    """Sum the codes of four words [N, C, 4] times the inputs of each: [N, C].
+
+    One sum is continued from word to word: four of them would have to be added.
+    """
+    p = tl.zeros((packed.shape[0], packed.shape[1]), tl.float32)
+    first, second, third, fourth = _split_fours(packed)
+    p = _fp8_word(p, first, a)
+    p = _fp8_word(p, second, b)
+    p = _fp8_word(p, third, c)
+    return _fp8_word(p, fourth, d)
+
+
+@triton.jit
+def _odd_codes(packed):
+    """Return words [N, C] with the top bit of a byte set if one of e4m3's codes is no number.
+
+    Adding 1 to 0x7F or 0xFF changes a byte's top bit. It carries into the next byte only from 0xFF.
+    """
+    first, second, third, fourth = _split_fours(packed ^ (packed + 0x01010101))
+    return first | second | third | fourth
+
+
+@triton.jit
+def _scale_rows(row, scale_n, span_n, ENCODING: tl.constexpr, ONE_SCALE: tl.constexpr):
+    """Return where the scales of rows [N] begin: [N, 1], or [1, 1] if all have the same."""
+    begin = row // (span_n if ENCODING == "fp8" else 1) * scale_n
+    if ONE_SCALE:
+        begin = tl.min(begin, 0, keep_dims=True)
+    return begin[:, None]
+
+
+@triton.jit
+def _row_sums(p, odd, others, row, span_n, ENCODING: tl.constexpr):
+    """Sum the chunks [N, C] of rows, times the scales of matrices: [N].
+
+    Rows with codes that are no numbers are NaN; `odd` are the words of `_odd_codes`.
+    """
+    total = tl.sum(p, axis=1)
+    if ENCODING == "fp8":
+        has_odd = tl.max((odd & -0x7F7F7F80 != 0).to(tl.int32), axis=1)
+        total = tl.where(has_odd != 0, float("nan"), total)
+    elif ENCODING == "nvfp4":
+        total *= tl.load(others + row // span_n)
+    elif ENCODING == "ct_nvfp4":
+        total /= tl.load(others + row // span_n)
+    return total
+
+
+@triton.jit
+def _in_q6_k(codes, scales, others, row, span_n, k, flip, a, b, c, d, e, f, g, h):
+    """Multiply chunks of q6_k with their inputs: [N, C]."""
+    low_codes, high_codes, low, high = load_q6_k(codes, scales, others, row, span_n, k)
+    q = integer(low_codes, flip, 5, SIX) * a
+    q += integer(low_codes, flip, 13, SIX) * b
+    q += integer(low_codes, flip, 21, SIX) * c
+    q += integer(low_codes, flip, 29, SIX) * d
+    r = integer(high_codes, flip, 5, SIX) * e
+    r += integer(high_codes, flip, 13, SIX) * f
+    r += integer(high_codes, flip, 21, SIX) * g
+    r += integer(high_codes, flip, 29, SIX) * h
+    more = tl.sum((a + b) + (c + d), axis=2) * 96.0
+    high_more = tl.sum((e + f) + (g + h), axis=2) * 96.0
+    return (tl.sum(q, axis=2) - more) * low + (tl.sum(r, axis=2) - high_more) * high
+
+
+@triton.jit
 def _chunks(
-    codes, scales, others, row, k, flip, a, b, c, d, e, f, g, h,
+    codes, scales, others, row, span_n, k, flip, a, b, c, d, e, f, g, h,
     ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply chunks k [C] of rows with their inputs: [N, C]."""
+    """Multiply chunks k [C] of rows with their inputs: [N, C], and the words of `_odd_codes`."""
+    odd = tl.zeros((1, 1), tl.int32)
     if ENCODING == "q4_k" or ENCODING == "q5_k":
         p = _in_k_blocks(codes, k, flip, a, b, c, d, e, f, g, h, ENCODING)
+    elif ENCODING == "q6_k":
+        p = _in_q6_k(codes, scales, others, row, span_n, k, flip, a, b, c, d, e, f, g, h)
     else:
         more = surplus(others, row, k, ENCODING, GROUP, CHUNK)
-        p = _in_order(load_packed(codes, k), flip, more, a, b, c, d, e, f, g, h, ENCODING)
+        packed = load_packed(codes, k)
+        if ENCODING == "fp8":
+            p, odd = _in_fp8(packed, a, b, c, d), _odd_codes(packed)
+        else:
+            p = _in_order(packed, flip, more, a, b, c, d, e, f, g, h, ENCODING)
         if ENCODING == "nvfp4" or ENCODING == "ct_nvfp4":
             low, high = tl.split(tl.sum(tl.reshape(p, (p.shape[0], p.shape[1], 2, 2)), axis=3))
             first, second = load_two_scales(scales, row, k)
             p = (low * first + high * second) * E2M1_HALF
         else:
             s = load_scales(scales, row, k, ENCODING, GROUP, CHUNK)
-            if ENCODING == "mxfp4":
-                s = s * E2M1_HALF
-            elif ENCODING == "fp8":
-                s = s * E4M3_HALF
-            p = tl.sum(p, axis=2) * s
-    return p
+            if ENCODING == "fp8":
+                p = p * (s * E4M3_HALF)
+            elif ENCODING == "mxfp4" or ENCODING == "gguf_mxfp4":
+                p = tl.sum(p, axis=2) * (s * E2M1_HALF)
+            else:
+                p = tl.sum(p, axis=2) * s
+    return p, odd
 
 
 @triton.jit
@@ -170,7 +303,7 @@ def project_one(
     ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, GATHERED: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr, SEGMENT: tl.constexpr,
-    N: tl.constexpr, C: tl.constexpr,
+    ONE_SCALE: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Multiply the rows of tiles of one entry with their experts' matrices, in Triton.
 
@@ -178,6 +311,7 @@ def project_one(
 
     GROUP: inputs that share a scale
     CHUNK: weights in 16 bytes of codes
+    ONE_SCALE: whether all rows of a program, of fp8, have the same scales
     N, C:  rows, and chunks of a row, that are multiplied at a time
     """
     KIND: tl.constexpr = x.dtype.element_ty
@@ -193,34 +327,32 @@ def project_one(
     row = tl.minimum(n, outputs - 1)  # what is loaded is never outside of the matrix
     up_row = (row * 2 + 1 if INTERLEAVED else row + outputs) if GATED else row
     gate_row = row * 2 if INTERLEAVED else row
-    share = span_n if ENCODING == "fp8" else 1  # rows to a row of scales
-    up_scale = (up_row // share * scale_n)[:, None]
-    gate_scale = (gate_row // share * scale_n)[:, None]
+    up_scale = _scale_rows(up_row, scale_n, span_n, ENCODING, ONE_SCALE)
+    gate_scale = _scale_rows(gate_row, scale_n, span_n, ENCODING, ONE_SCALE)
     flip = exponent(ENCODING)
     up_codes = (codes + up_row * row_n).to(tl.pointer_type(tl.int32))[:, None, None]
     gate_codes = (codes + gate_row * row_n).to(tl.pointer_type(tl.int32))[:, None, None]
     g, u = tl.zeros((N, C), tl.float32), tl.zeros((N, C), tl.float32)
+    odd_g, odd_u = tl.zeros((N, C), tl.int32), tl.zeros((N, C), tl.int32)
     chunks = inputs // CHUNK
     for first in range(0, chunks, C):
         at = first + tl.arange(0, C)
         k, inside = tl.minimum(at, chunks - 1), at < chunks
         a, b, c, d, e, f, h, i = _inputs(fours, k, inside, KIND, ENCODING, CHUNK)
         if GATED:
-            g += _chunks(gate_codes, scales, others, gate_scale, k, flip, a, b, c, d,
+            p, odd = _chunks(gate_codes, scales, others, gate_scale, span_n, k, flip, a, b, c, d,
+                             e, f, h, i, ENCODING, GROUP, CHUNK)  # fmt: skip
+            g += p
+            odd_g |= odd
+        p, odd = _chunks(up_codes, scales, others, up_scale, span_n, k, flip, a, b, c, d,
                          e, f, h, i, ENCODING, GROUP, CHUNK)  # fmt: skip
-        u += _chunks(up_codes, scales, others, up_scale, k, flip, a, b, c, d,
-                     e, f, h, i, ENCODING, GROUP, CHUNK)  # fmt: skip
-    total, gate = tl.sum(u, axis=1), tl.sum(g, axis=1)
-    if ENCODING == "nvfp4":
-        total *= tl.load(others + up_row // span_n)
-        gate *= tl.load(others + gate_row // span_n)
-    elif ENCODING == "ct_nvfp4":
-        total /= tl.load(others + up_row // span_n)
-        gate /= tl.load(others + gate_row // span_n)
-    total = total[None, :]
+        u += p
+        odd_u |= odd
+    gate = _row_sums(g, odd_g, others, gate_row, span_n, ENCODING)[None, :]
+    total = _row_sums(u, odd_u, others, up_row, span_n, ENCODING)[None, :]
     if SEGMENT == 2:
         total += tl.load(out + entry * outputs + n, mask=n < outputs, other=0.0)[None, :]
     entries = entry + tl.arange(0, 1)
-    finish(gate[None, :], total, bias, out, entries, n, n * 2 if INTERLEAVED else n,
+    finish(gate, total, bias, out, entries, n, n * 2 if INTERLEAVED else n,
            (n * 2 + 1 if INTERLEAVED else n + outputs) if GATED else n, n[None, :] >= 0, expert,
            outputs, limit, alpha, KIND, GATED, ACTIVATION, BIAS, SEGMENT)  # fmt: skip

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import triton
 from torch import Tensor
 
-from greenroom.core.layout import ITEMSIZE, PLAIN, TensorSpec, WeightSpec
+from greenroom.core.layout import BLOCKS, ITEMSIZE, PLAIN, TensorSpec, WeightSpec
 from greenroom.errors import UsageError
 from greenroom.runtime.kernels.activation import Activation, find_activation
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.triton import chunks, programs
 from greenroom.runtime.kernels.triton.ggml import BLOCK_ENCODINGS
+from greenroom.runtime.slots.block_fields import FIELDS
 
 GGUF = ("gguf_mxfp4", *BLOCK_ENCODINGS)  # codes and scales in one tensor
 NVFP4 = ("nvfp4", "ct_nvfp4")
+SCALES = {"gguf_mxfp4": "uint8"}  # types of the last field of a block, where it is not float16
 # Major compute capabilities whose tensor cores multiply 64 rows at once, and so have large tiles.
 LARGE_TILES = (9, 10)
 
@@ -41,6 +44,8 @@ class TritonMatrix:
     @classmethod
     def of(cls, layer: LayerExperts, weight: WeightSpec) -> TritonMatrix:
         """Make the constant Triton kernel arguments for an MoE layer's weight matrix."""
+        if weight.parts[0].fields:
+            return cls._in_fields(layer, weight)
         codes, scales, others = weight.parts[0], weight.parts[:2][-1], weight.parts[-1]
         code, scale = codes.dtype, scales.dtype
         rows, row_n, row_k, scale_n, span = weight.shape[0], codes.shape[1], 1, 0, (1, 1)
@@ -74,12 +79,41 @@ class TritonMatrix:
             group_of(weight),
         )
 
+    def has_one_scale(self, outputs: int, rows: int, interleaved: bool) -> bool:
+        """Check that programs of `rows` outputs have one row of scales, of fp8."""
+        span = self.numbers[6]
+        return self.encoding == "fp8" and outputs % rows == span % (rows << interleaved) == 0
+
+    @classmethod
+    def _in_fields(cls, layer: LayerExperts, weight: WeightSpec) -> TritonMatrix:
+        """Make the arguments for a matrix in the order of fields: codes come first, scales last."""
+        codes, encoding, rows = weight.parts[0], weight.encoding, weight.shape[0]
+        blocks, scale = codes.nbytes // BLOCKS[encoding][1], SCALES.get(encoding, "float16")
+        sizes = [blocks * nbytes for _, nbytes in FIELDS[encoding]]
+        starts = [*accumulate(sizes, initial=codes.offset)]
+        size, second = ITEMSIZE[scale], starts[1]
+        return cls(
+            _anchor(layer, "uint8"),
+            _anchor(layer, scale),
+            _anchor(layer, "float32"),
+            (
+                *(starts[0], starts[-2] // size, second // 4),
+                *(sizes[0] // rows, 1, blocks // rows, sizes[1] // 4, 1),
+            ),
+            "int8" if encoding == "q8_0" else encoding,
+            (programs.UNIT, programs.UNIT // size),
+            chunks.CHUNKS[encoding],
+            group_of(weight),
+        )
+
 
 def group_of(weight: WeightSpec) -> int:
     """Return the inputs that share a scale; 0: not read in chunks."""
     columns, chunk = weight.shape[1], chunks.CHUNKS.get(weight.encoding, 0)
     if not chunk or columns % chunk:
         return 0
+    if weight.encoding in FIELDS:
+        return max(chunk, 32) if weight.parts[0].fields else 0
     if len(weight.parts) == 1:
         return chunk
     group = columns // weight.parts[1].shape[1]
