@@ -66,6 +66,22 @@ class Engine:
     def wait(self, mark: Mark) -> None:
         """Wait until the device has reached a recorded event; return at once for None."""
 
+    def current_stream(self) -> Any:
+        """Return the stream on which the calling thread launches work."""
+        return None
+
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the calling thread launches work on a stream."""
+        return contextlib.nullcontext()
+
+    def is_idle(self, stream: Any) -> bool:
+        """Check whether all work launched on a stream is complete; never waits for it."""
+        return True
+
+    def host_words(self, count: int) -> Tensor:
+        """Allocate int64 numbers in host memory, 0, that kernels on the device can write."""
+        return torch.zeros(count, dtype=torch.int64)
+
     def copy_to_host(self, tensor: Tensor) -> tuple[Tensor, Mark]:
         """Copy a device tensor to host memory asynchronously.
 
@@ -135,6 +151,20 @@ class Cuda(Engine):
         if mark is not None:
             with device_errors():
                 mark.synchronize()
+
+    def current_stream(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def is_idle(self, stream: Any) -> bool:
+        with device_errors():
+            return bool(stream.query())
+
+    def host_words(self, count: int) -> Tensor:
+        with device_errors():
+            return torch.zeros(count, dtype=torch.int64, pin_memory=True)
 
     def copy_to_host(self, tensor: Tensor) -> tuple[Tensor, Mark]:
         with device_errors():

@@ -183,7 +183,7 @@ def project_one(
     KIND: tl.constexpr = x.dtype.element_ty
     tile, block = tl.program_id(1), tl.program_id(0)
     slot, expert = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
-    entry = tl.load(tiles + 4 * tile + 2)
+    entry, count = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
     codes += slot * CODE_UNITS + code_at
     scales += slot * SCALE_UNITS + scale_at
     others += slot * OTHER_UNITS + other_at
@@ -201,7 +201,7 @@ def project_one(
     gate_codes = (codes + gate_row * row_n).to(tl.pointer_type(tl.int32))[:, None, None]
     g, u = tl.zeros((N, C), tl.float32), tl.zeros((N, C), tl.float32)
     chunks = inputs // CHUNK
-    for first in range(0, chunks, C):
+    for first in range(0, tl.where(count > 0, chunks, 0), C):
         at = first + tl.arange(0, C)
         k, inside = tl.minimum(at, chunks - 1), at < chunks
         a, b, c, d, e, f, h, i = _inputs(fours, k, inside, KIND, ENCODING, CHUNK)
@@ -222,5 +222,6 @@ def project_one(
         total += tl.load(out + entry * outputs + n, mask=n < outputs, other=0.0)[None, :]
     entries = entry + tl.arange(0, 1)
     finish(gate[None, :], total, bias, out, entries, n, n * 2 if INTERLEAVED else n,
-           (n * 2 + 1 if INTERLEAVED else n + outputs) if GATED else n, n[None, :] >= 0, expert,
+           (n * 2 + 1 if INTERLEAVED else n + outputs) if GATED else n,
+           (n[None, :] >= 0) & (count > 0), expert,
            outputs, limit, alpha, KIND, GATED, ACTIVATION, BIAS, SEGMENT)  # fmt: skip

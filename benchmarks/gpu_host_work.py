@@ -1,0 +1,164 @@
+"""Host work of a decoded token's MoE layers on the GPU tier, in microseconds a layer.
+
+    python benchmarks/gpu_host_work.py
+    python benchmarks/gpu_host_work.py --cache 25% 50% 100% --profile
+
+A CPU takes the GPU's place, and kernels are not launched: a launch is replaced by the little that
+the host sees of it. The CPU time of the thread that computes is taken inside the layers' experts,
+without what replaces launches, and without waiting. It says how long a GPU waits for Python. A real
+launch takes a few microseconds more, and a GPU's queue hides what is done before it is empty.
+
+    hits      layers whose experts are all in slots
+    misses    layers that wait for an expert
+    launches  kernels a layer
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # kernels are Python functions, which can be replaced
+
+# isort: off
+import greenroom.hf.load  # before torch, for the threads of OpenMP
+import torch
+
+# isort: on
+from common import commit, machine, table
+from worker import Passes
+
+from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.measure.random_model import Shape, small_model
+from greenroom.hf.memory import devices
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.memory.slots import slots_for
+from greenroom.hf.model.skeleton import ModelSkeleton
+from greenroom.runtime import forward
+from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.kernels.triton import one_token, programs
+
+SHAPE = Shape(hidden=256, inner=128, layers=8, experts=64, top_k=8)
+COLUMNS = ("slots", "hit ratio", "hits us", "misses us", "launches", "layers hit", "layers missed")
+
+
+class Launches:
+    """What replaces Triton's kernels: a count, and zeros as the sum over experts."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0
+
+    def install(self) -> None:
+        nothing = Launch(self, lambda *_: None)
+        programs.project = one_token.project_one = nothing  # type: ignore[assignment]
+        programs.combine = Launch(self, lambda *arguments: arguments[3].zero_())  # type: ignore
+
+
+class Launch:
+    """What replaces one kernel; its time is not counted as the host's."""
+
+    def __init__(self, launches: Launches, act: Any) -> None:
+        self._launches, self._act = launches, act
+
+    def __getitem__(self, grid: Any) -> Launch:
+        return self
+
+    def __call__(self, *arguments: Any, **constants: Any) -> None:
+        begin = time.thread_time()
+        self._act(*arguments)
+        self._launches.count += 1
+        self._launches.seconds += time.thread_time() - begin
+
+
+class Clock:
+    """CPU seconds of each call of a layer's experts, by whether it missed any."""
+
+    def __init__(self, greenroom_: Greenroom, launches: Launches) -> None:
+        self.seconds: dict[bool, list[float]] = defaultdict(list)
+        self.on = False
+        driver, inner = greenroom_.driver, forward._forward
+
+        def timed(*arguments: Any) -> Any:
+            misses, stubs = int(driver.miss_counts.sum()), launches.seconds
+            begin = time.thread_time()
+            result = inner(*arguments)
+            seconds = time.thread_time() - begin - (launches.seconds - stubs)
+            if self.on:
+                self.seconds[int(driver.miss_counts.sum()) > misses].append(seconds)
+            return result
+
+        forward._forward = timed
+        self.remove = lambda: setattr(forward, "_forward", inner)
+
+
+def measure(
+    folder: Path, cache: str, tokens: int, prefetch: str, launches: Launches, profiled: bool
+) -> list[str]:
+    skeleton = ModelSkeleton.of(folder)
+    model: Any = skeleton.load()
+    model.get_input_embeddings().weight.data *= 64  # tokens, not attention, decide the routing
+    setup = ModelSetup(
+        skeleton.catalog, slots_for(cache, skeleton.catalog), cuda=True, kernels="triton",
+        host_capacity=skeleton.catalog.experts, prefetch=prefetch,
+    )  # fmt: skip
+    model.greenroom = Greenroom(model, setup)
+    clock, passes = Clock(model.greenroom, launches), Passes(model)
+    profiler = cProfile.Profile(time.thread_time)
+    try:
+        with torch.inference_mode():
+            passes.prefill(8)
+            passes.decode(tokens)  # most experts are in host memory then
+            model.greenroom.reset_stats()
+            launches.count, clock.on = 0, True
+            if profiled:
+                profiler.enable()
+            passes.decode(tokens)
+            profiler.disable()
+        hits, misses = clock.seconds[False], clock.seconds[True]
+        ratio = model.greenroom.stats().hit_ratio
+    finally:
+        clock.remove()
+        model.greenroom.detach()
+    if profiled:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+
+    def middle(seconds: list[float]) -> str:
+        return f"{statistics.median(seconds) * 1e6:.0f}" if seconds else "-"
+
+    each = launches.count / max(1, len(hits) + len(misses))
+    return [
+        f"{setup.capacity}", f"{ratio:.1%}", middle(hits), middle(misses), f"{each:.1f}",
+        f"{len(hits)}", f"{len(misses)}",
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cache", nargs="+", default=["50%", "90%", "100%"])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prefetch", default="off")
+    parser.add_argument("--profile", action="store_true", help="also profiles of as many tokens")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    devices.engine_for = lambda setup, number: Engine()
+    launches = Launches()
+    launches.install()
+    print(f"commit {commit()}; {machine()}\n")
+    with tempfile.TemporaryDirectory() as scratch, small_model(Path(scratch), SHAPE) as folder:
+        rows = [
+            measure(folder, cache, args.tokens, args.prefetch, launches, args.profile)
+            for cache in args.cache
+        ]
+    print(table(COLUMNS, rows))
+
+
+if __name__ == "__main__":
+    main()

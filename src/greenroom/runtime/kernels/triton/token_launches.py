@@ -1,0 +1,179 @@
+"""One token's experts on a GPU, from the router's own choice, which stays on the device.
+
+A decode step is one token. The look-up, both products and the sum are launched at once, with
+arguments that are built once. Products skip experts that are not in slots. The host then reads
+which these are, and launches the look-up and the products again as they arrive.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from greenroom.errors import DeviceError
+from greenroom.runtime.kernels.activation import RAW
+from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.triton import look_up
+from greenroom.runtime.kernels.triton.kernel import Launch, TritonStep, on_device
+from greenroom.runtime.kernels.triton.plan import plan_of
+
+if TYPE_CHECKING:  # it imports the kernels
+    from greenroom.runtime.cuda.slot_table import SlotTable
+
+PATIENCE = 1000  # looks at the words before the device is asked whether it still works
+
+
+class TokenLaunches:
+    """The launches for one token's experts in one MoE layer, of one thread.
+
+    The token chooses `top_k` experts, with gate weights of one data type.
+
+    experts: ids of the step's experts, ascending, after `read_choice`
+    """
+
+    def __init__(
+        self, layer: LayerExperts, table: SlotTable, first: int, top_k: int, weights: torch.dtype
+    ) -> None:
+        """Build the launches; `first` is the model-wide id of the layer's first expert."""
+        plan, self._table, self._engine = plan_of(layer), table, table.engine
+        self._first = first
+        self._layer, self._top_k = layer, top_k
+        with torch.inference_mode(False):
+            x = torch.zeros(1, layer.hidden, dtype=layer.dtype, device=plan.device)
+            gates = torch.zeros(1, top_k, dtype=weights, device=plan.device)
+            routing = Routing.of(np.arange(top_k)[None], top_k)
+            step = self._step = TritonStep(layer, plan, x, routing, gates)
+            tiles, self._computed, self._order, tokens, number = (
+                torch.zeros(n, dtype=torch.int64, device=plan.device)
+                for n in (4 * top_k, top_k, 2 * top_k, top_k, 1)
+            )
+            self._words = self._engine.host_words(top_k)
+        self._seen, self._number = self._words.numpy(), 0
+        mid = step.mid if plan.activation.code == RAW else None
+        self._mid, self._out = mid, step.out
+        self._up = step.projection(
+            tiles, plan.up, layer.up_bias, step.act if mid is None else mid, layer.hidden,
+            layer.inner, plan.activation, tokens,
+        )  # fmt: skip
+        self._down = step.projection(
+            tiles, plan.down, layer.down_bias, step.out, layer.inner, layer.hidden
+        )
+        self._sum = step.summation(gates)
+        arguments = (
+            *(table.offsets, tiles, self._computed, self._order, self._words, number),
+            *(first, layer.num_experts, top_k),
+        )
+        size = triton.next_power_of_2(top_k)
+        self._look_up, self._look_again = (
+            Launch(look_up.look_up, (1, 1), arguments, {"AGAIN": again, "K": size})
+            for again in (False, True)
+        )
+        self.experts: NDArray[np.int64] = np.empty(0, np.int64)
+
+    def start(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Launch the computation of one token's experts; return the sum of those in slots.
+
+        x [1, H], index and weights [1, top_k]; the result [1, H] is complete if all experts are in
+        slots.
+        """
+        self._x, self._index, self._weights = x, index, weights
+        self._table.stream = self._engine.current_stream()
+        with on_device(x.device):
+            self._number += 1
+            self._look_up.start(index)
+            self._multiply()
+            return self._add_up()
+
+    def start_again(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Launch the computation of the experts that have arrived since the last launch.
+
+        `experts` are some of them, in `slots`; raises DeviceError if the table does not say so.
+        """
+        for expert, slot in zip(experts, slots, strict=True):
+            if self._table.slot_of(self._first + expert) != slot:
+                raise DeviceError(f"the table of slots has expert {expert} not in slot {slot}")
+        with on_device(self._x.device):
+            self._number += 1
+            self._look_again.start(self._index)
+            self._multiply()
+
+    def sum(self) -> Tensor:
+        """Launch the sum over all experts, after `start_again`; return it: [1, H]."""
+        with on_device(self._x.device):
+            return self._add_up()
+
+    def _multiply(self) -> None:
+        self._up.start(self._x)
+        if self._mid is not None:
+            self._step.act.copy_(self._layer.activate(self._mid))
+        self._down.start(self._step.act)
+
+    def _add_up(self) -> Tensor:
+        out = self._out if self._layer.norm is None else self._layer.norm(self._out)
+        result = torch.empty_like(self._x)
+        self._sum.start(out, self._weights, self._order, result)
+        return result
+
+    def read_choice(self) -> list[int]:
+        """Wait for the words of the last look-up; return them, one for each choice.
+
+        Raises DeviceError if the device stops without them.
+        """
+        number, looks = self._number, 0
+        while True:
+            words: list[int] = self._seen.tolist()
+            if all(word >> 32 == number for word in words):
+                return words
+            looks += 1
+            if looks % PATIENCE == 0 and self._engine.is_idle(self._table.stream):
+                words = self._seen.tolist()
+                if not all(word >> 32 == number for word in words):
+                    raise DeviceError("the GPU failed: it has not reported a token's experts")
+            time.sleep(0)  # threads that move experts need Python's lock
+
+    def unpack(self, words: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64], set[int]]:
+        """Return a token's choice [1, top_k], its experts ascending, and those computed already.
+
+        Ids of other processes' experts are in the choice alone.
+        """
+        chosen = [word >> 1 & 0x7FFFFFFF for word in words]
+        count = self._layer.num_experts
+        experts = sorted({expert for expert in chosen if expert < count})
+        computed = {expert for expert, word in zip(chosen, words, strict=True) if word & 1}
+        return np.array([chosen], np.int64), np.array(experts, np.int64), computed
+
+    def is_complete(self, words: list[int]) -> bool:
+        """Tell whether a look-up has found all experts of the layer that a token chose."""
+        foreign = self._layer.num_experts << 1
+        return all(word & 1 or word & 0xFFFFFFFF >= foreign for word in words)
+
+
+class ThreadTokenLaunches(threading.local):
+    """Each thread's `TokenLaunches` of one MoE layer, by top_k and the weights' data type."""
+
+    def __init__(self, layer: LayerExperts, table: SlotTable, first: int) -> None:
+        self._layer, self._table, self._first = layer, table, first
+        self._by_key: dict[tuple[int, torch.dtype], TokenLaunches] = {}
+
+    def of(self, x: Tensor, index: Tensor, weights: Tensor) -> TokenLaunches | None:
+        """Return the calling thread's launches for one token; None for inputs of another kind.
+
+        x [1, H], index and weights [1, top_k]
+        """
+        if x.shape[0] != 1 or x.dtype is not self._layer.dtype or not x.is_contiguous():
+            return None
+        if not (index.is_contiguous() and weights.is_contiguous()):
+            return None
+        key = index.shape[1], weights.dtype
+        if key not in self._by_key:
+            self._by_key[key] = TokenLaunches(self._layer, self._table, self._first, *key)
+        return self._by_key[key]
