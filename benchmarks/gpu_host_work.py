@@ -29,7 +29,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"  # kernels are Python functions, which can be replaced
 
 # isort: off
-import greenroom.hf.load  # before torch, for the threads of OpenMP
+import greenroom  # noqa: F401, before torch, for the threads of OpenMP
 import torch
 
 # isort: on
@@ -44,7 +44,7 @@ from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime import forward
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.kernels.triton import one_token, programs
+from greenroom.runtime.kernels.triton import look_up, one_token, programs
 
 SHAPE = Shape(hidden=256, inner=128, layers=8, experts=64, top_k=8)
 COLUMNS = ("slots", "hit ratio", "hits us", "misses us", "launches", "layers hit", "layers missed")
@@ -60,6 +60,17 @@ class Launches:
         nothing = Launch(self, lambda *_: None)
         programs.project = one_token.project_one = nothing  # type: ignore[assignment]
         programs.combine = Launch(self, lambda *arguments: arguments[3].zero_())  # type: ignore
+        look_up.look_up = Launch(self, write_words)  # type: ignore[assignment]
+
+
+def write_words(
+    index: Any, offsets: Any, tiles: Any, computed: Any, order: Any, words: Any, number: Any,
+    first: int, *_: Any,
+) -> None:  # fmt: skip
+    """Do what `look_up` does for the host."""
+    number += 1
+    found = offsets[first + index[0]] >= 0
+    words[:] = (number << 32) | (index[0] << 1) | found
 
 
 class Launch:
@@ -105,8 +116,10 @@ def measure(
     skeleton = ModelSkeleton.of(folder)
     model: Any = skeleton.load()
     model.get_input_embeddings().weight.data *= 64  # tokens, not attention, decide the routing
+    slots, experts = slots_for(cache, skeleton.catalog), skeleton.catalog.experts
+    policy = "lru" if slots == experts else "next-use"  # as `load` chooses
     setup = ModelSetup(
-        skeleton.catalog, slots_for(cache, skeleton.catalog), cuda=True, kernels="triton",
+        skeleton.catalog, slots, policy, cuda=True, kernels="triton",
         host_capacity=skeleton.catalog.experts, prefetch=prefetch,
     )  # fmt: skip
     model.greenroom = Greenroom(model, setup)
