@@ -94,7 +94,7 @@ class Bindings:
             )
         else:
             restore_weights(model)
-        self.shared = SharedModules(model, self.modules)
+        self.shared = SharedModules(model, self.modules, bool(self._engines))
         driver, kernel = self._driver, self._wrapped_kernel(model)
         for layer, module in enumerate(self.modules):
             experts = self._experts(layer, module)

@@ -52,7 +52,9 @@ class PassHooks:
         driver: Driver,
         bindings: Bindings,
         observers: list[Observer],
+        reads_ids: bool,
     ) -> None:
+        """Make hooks that are not registered yet; `reads_ids`: a predictor needs tokens' ids."""
         self.slot_budget: SlotBudget | None = (
             None  # budget of slots and KV cache, where they share one
         )
@@ -60,7 +62,7 @@ class PassHooks:
         self.observers = observers
         self.check_weights: Callable[[], None] = lambda: None  # at the start of each request
         self.between_requests: Callable[[], None] = lambda: None  # not where prompts are announced
-        self._request, self._tokens = 0, 0
+        self._reads_ids, self._request, self._tokens = reads_ids, 0, 0
         self._new_prompts: int | None = None  # as announced for the next pass
         self._trial = False  # passes of a trial are not reported
         self._decoder: nn.Module | None = None  # of an encoder-decoder model
@@ -163,7 +165,7 @@ class PassHooks:
                 self._tokens,
                 batch * length,
                 prompt,
-                None if ids is None else ids.flatten().cpu().numpy(),
+                ids.flatten().cpu().numpy() if self._reads_ids and ids is not None else None,
                 None if variants is None else variants.rows,
             )
         )
