@@ -9,8 +9,9 @@ without what replaces launches, and without waiting. It says how long a GPU wait
 launch takes a few microseconds more, and a GPU's queue hides what is done before it is empty.
 
     hits      layers whose experts are all in slots
+    deferred  the scheduler's part of such a layer, after the next layer's launches
     misses    layers that wait for an expert
-    launches  kernels a layer
+    launches  a layer; a graph of kernels is one
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,8 @@ from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.kernels.triton import look_up, one_token, programs
 
 SHAPE = Shape(hidden=256, inner=128, layers=8, experts=64, top_k=8)
-COLUMNS = ("slots", "hit ratio", "hits us", "misses us", "launches", "layers hit", "layers missed")
+COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "launches", "layers hit",
+           "layers missed")  # fmt: skip
 
 
 class Launches:
@@ -83,19 +86,51 @@ class Launch:
         return self
 
     def __call__(self, *arguments: Any, **constants: Any) -> None:
-        begin = time.thread_time()
+        launches, begin = self._launches, time.thread_time()
+        before = launches.seconds
         self._act(*arguments)
-        self._launches.count += 1
-        self._launches.seconds += time.thread_time() - begin
+        launches.count += 1
+        launches.seconds = before + time.thread_time() - begin
+
+
+class Graphs(Engine):
+    """A device that launches a captured sequence of kernels at once."""
+
+    def __init__(self, launches: Launches) -> None:
+        self._launches = launches
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        launch = Launch(self._launches, lambda: work())
+
+        def replay() -> None:
+            count = self._launches.count
+            launch()
+            self._launches.count = count + 1
+
+        return replay
 
 
 class Clock:
-    """CPU seconds of each call of a layer's experts, by whether it missed any."""
+    """CPU seconds of each call of a layer's experts, by whether it missed any.
+
+    deferred: those of steps before, that are served while the device computes
+    """
 
     def __init__(self, greenroom_: Greenroom, launches: Launches) -> None:
         self.seconds: dict[bool, list[float]] = defaultdict(list)
+        self.deferred: list[float] = []
         self.on = False
         driver, inner = greenroom_.driver, forward._forward
+        settle = driver.deferred.settle
+
+        def timed_settle() -> None:
+            begin = time.thread_time()
+            waiting = driver.deferred._serve is not None
+            settle()
+            if waiting and self.on:
+                self.deferred.append(time.thread_time() - begin)
+
+        driver.deferred.settle = timed_settle  # type: ignore[method-assign]
 
         def timed(*arguments: Any) -> Any:
             misses, stubs = int(driver.miss_counts.sum()), launches.seconds
@@ -148,8 +183,8 @@ def measure(
 
     each = launches.count / max(1, len(hits) + len(misses))
     return [
-        f"{setup.capacity}", f"{ratio:.1%}", middle(hits), middle(misses), f"{each:.1f}",
-        f"{len(hits)}", f"{len(misses)}",
+        f"{setup.capacity}", f"{ratio:.1%}", middle(hits), middle(clock.deferred),
+        middle(misses), f"{each:.1f}", f"{len(hits)}", f"{len(misses)}",
     ]  # fmt: skip
 
 
@@ -161,9 +196,9 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also profiles of as many tokens")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    devices.engine_for = lambda setup, number: Engine()
     launches = Launches()
     launches.install()
+    devices.engine_for = lambda setup, number: Graphs(launches)
     print(f"commit {commit()}; {machine()}\n")
     with tempfile.TemporaryDirectory() as scratch, small_model(Path(scratch), SHAPE) as folder:
         rows = [

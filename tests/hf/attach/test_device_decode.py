@@ -187,6 +187,7 @@ def test_a_device_that_reports_nothing_is_an_error(monkeypatch):
         placed("qwen3_moe", monkeypatch, kernels="triton", capacity=5) as model,
         torch.inference_mode(),
     ):
+        model.greenroom.compile()
         model(ids(1, 1))
         with monkeypatch.context() as silent:
             silent.setattr(Launch, "start", lambda *_: None)

@@ -159,7 +159,7 @@ class Greenroom:
 
     def compile(self) -> None:
         """Compile the code that computes experts, and the expert predictor's code."""
-        self.bindings.compile()
+        self.bindings.compile(self._top_k)
         if self.predictor is not None:
             compile_predictor(predictor(self.predictor.name))
 

@@ -28,7 +28,7 @@ class SlotTable:
 
     offsets: for each expert of the model, on the device: the offset of its slot from slot 0, in
              units of 64 bytes; -1 if no slot has all of its bytes
-    stream:  the stream on which kernels that read the table are launched
+    stream:  the stream on which kernels that read slots are launched
     """
 
     def __init__(self, engine: Engine, slots: DeviceSlots, chunks: Sequence[int]) -> None:
@@ -40,6 +40,10 @@ class SlotTable:
         self._slot_of = [-1] * len(chunks)
         self._expert_in: dict[int, int] = {}  # complete experts, by slot
         self._awaited: dict[int, int] = {}  # chunks that have not arrived, by slot
+
+    def follow_stream(self) -> None:
+        """Put changes on the stream on which the calling thread launches work from now on."""
+        self.stream = self.engine.current_stream()
 
     def slot_of(self, expert: int) -> int:
         """Return the slot that has an expert's bytes; -1 if none has."""
