@@ -1,4 +1,4 @@
-"""The default expert kernel on a GPU: two launches per expert group, and one for the sum.
+"""Steps of the default expert kernel on a GPU: two launches a group, and one for the sum.
 
 Weights are read from slots in device memory. Every (token, expert) output is stored until the sum
 over a token's experts, which is taken by ascending expert id; so groups, slots and the order of
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,10 +28,6 @@ from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.triton import one_token, programs
 from greenroom.runtime.kernels.triton.expand import ENCODINGS
 from greenroom.runtime.kernels.triton.plan import TritonLayerPlan, TritonMatrix, group_of, plan_of
-
-if TYPE_CHECKING:
-    from greenroom.runtime.cuda.slot_table import SlotTable
-    from greenroom.runtime.kernels.triton.token_launches import ThreadTokenLaunches
 
 IntArray = NDArray[np.int64]
 
@@ -320,32 +316,6 @@ class TritonStep(base.KernelStep):
         compiled = CpuKernel()
         usable = not missing_reason() and compiled.supports(layer)
         return compiled if usable else eager.UnweightedEagerKernel()
-
-
-class TritonKernel(Kernel):
-    """The expert kernel on a GPU, `kernels="triton"`.
-
-    It runs on a CPU only under Triton's interpreter.
-    """
-
-    name = "triton"
-
-    def begin(
-        self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
-    ) -> TritonStep | eager.EagerStep:
-        if fallback_reason(layer) is not None or x.dtype is not layer.dtype:
-            return eager.EagerStep(layer, x, routing, weights)
-        return TritonStep(layer, plan_of(layer), x, routing, weights)
-
-    def supports(self, layer: LayerExperts) -> bool:
-        return fallback_reason(layer) is None
-
-    def token_launches(
-        self, layer: LayerExperts, table: SlotTable, first: int
-    ) -> ThreadTokenLaunches | None:
-        from greenroom.runtime.kernels.triton.token_launches import ThreadTokenLaunches
-
-        return ThreadTokenLaunches(layer, table, first) if self.supports(layer) else None
 
 
 def upload(numbers: IntArray, device: torch.device) -> Tensor:
