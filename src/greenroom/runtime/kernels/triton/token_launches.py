@@ -86,7 +86,7 @@ class TokenLaunches:
         )
         size = triton.next_power_of_2(top_k)
         self._look_up, self._look_again = (
-            Launch(look_up.look_up, (1, 1), arguments, {"AGAIN": again, "K": size})
+            Launch(look_up.look_up, (1, 1), arguments, {"AGAIN": again, "K": size, "num_warps": 1})
             for again in (False, True)
         )
         self._sequences: Sequence[Work] = (self._compute, self._compute_again, self._add_up)
