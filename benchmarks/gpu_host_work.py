@@ -63,17 +63,17 @@ class Launches:
         nothing = Launch(self, lambda *_: None)
         programs.project = one_token.project_one = nothing  # type: ignore[assignment]
         programs.combine = Launch(self, lambda *arguments: arguments[3].zero_())  # type: ignore
-        look_up.look_up = Launch(self, write_words)  # type: ignore[assignment]
+        look_up.look_up = Launch(self, write_report)  # type: ignore[assignment]
 
 
-def write_words(
-    index: Any, offsets: Any, tiles: Any, computed: Any, order: Any, words: Any, number: Any,
+def write_report(
+    index: Any, offsets: Any, tiles: Any, computed: Any, order: Any, report: Any, number: Any,
     first: int, *_: Any,
 ) -> None:  # fmt: skip
     """Do what `look_up` does for the host."""
     number += 1
     found = offsets[first + index[0]] >= 0
-    words[:] = (number << 32) | (index[0] << 1) | found
+    report[:] = (number << 32) | (index[0] << 1) | found
 
 
 class Launch:

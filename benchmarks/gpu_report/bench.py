@@ -116,7 +116,7 @@ def clocked(greenroom: Greenroom) -> Iterator[dict[str, float]]:
             setattr(place, name, timed(part, before))
 
         clock(forward, "to_host", "ids")
-        clock(TokenLaunches, "read_choice", "ids")
+        clock(TokenLaunches, "read_report", "ids")
         for name in ("begin", "compute_group", "combine"):
             setattr(greenroom.kernel, name, timed("launches", getattr(greenroom.kernel, name)))
             undo.callback(delattr, greenroom.kernel, name)

@@ -284,19 +284,19 @@ def _token_step(
     driver = binding.driver
     result = driver.launch(partial(launches.start, x, top_k_index, top_k_weights))
     driver.deferred.settle()
-    words = launches.read_choice()
-    if launches.is_complete(words):
-        driver.deferred.set(partial(_serve, binding, launches, words))
+    report = launches.read_report()
+    if launches.is_complete(report):
+        driver.deferred.set(partial(_serve, binding, launches, report))
         if driver.predictions.enabled:  # predictions must not be late
             driver.deferred.settle()
         return result
-    _serve(binding, launches, words)
+    _serve(binding, launches, report)
     return launches.sum()
 
 
-def _serve(binding: Binding, launches: Any, words: list[int]) -> None:
+def _serve(binding: Binding, launches: Any, report: list[int]) -> None:
     """Let the scheduler serve a token's step, and launch the experts that it loads."""
-    chosen, experts, computed = launches.unpack(words)
+    chosen, experts, computed = launches.unpack(report)
     if binding.on_routing is not None:
         binding.on_routing(binding.layer, chosen)
 

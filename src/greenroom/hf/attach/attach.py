@@ -108,10 +108,7 @@ class Greenroom:
         observers: list[Observer] = [
             each for each in (self._split_counts, self._recent_routing) if each is not None
         ]
-        needs = predictor(self.predictor.name).kind.needs if self.predictor else ()
-        self.hooks = PassHooks(
-            setup, self.driver, self.bindings, observers, reads_ids="token_ids" in needs
-        )
+        self.hooks = PassHooks(setup, self.driver, self.bindings, observers, self.predictor)
         on_routing = self.hooks.on_routing if observers or setup.pins is not None else None
         try:
             self.bindings.bind(model, self._gate_inputs, on_routing)

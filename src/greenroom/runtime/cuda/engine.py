@@ -88,7 +88,7 @@ class Engine:
         """Check whether all work launched on a stream is complete; never waits for it."""
         return True
 
-    def host_words(self, count: int) -> Tensor:
+    def host_numbers(self, count: int) -> Tensor:
         """Allocate int64 numbers in host memory, 0, that kernels on the device can write."""
         return torch.zeros(count, dtype=torch.int64)
 
@@ -190,7 +190,7 @@ class Cuda(Engine):
         with device_errors():
             return bool(stream.query())
 
-    def host_words(self, count: int) -> Tensor:
+    def host_numbers(self, count: int) -> Tensor:
         with device_errors():
             return torch.zeros(count, dtype=torch.int64, pin_memory=True)
 

@@ -22,7 +22,7 @@ UNIT = 64  # bytes, in which offsets of slots are counted
 
 
 class SlotTable:
-    """The table of all experts' slots in a device's memory, and its mirror on the host.
+    """The table of all experts' slots on a device, and its mirror on the host.
 
     Callers hold one lock, or are the only thread.
 
@@ -76,7 +76,7 @@ class SlotTable:
             self._slots.mark_computed((slot,))
 
     def moved(self, source: int, target: int) -> None:
-        """Record that the bytes of a slot were copied to another one, which was cleared before."""
+        """Record that a slot's bytes were copied to another one, which was cleared before."""
         expert = self._expert_in.get(source, -1)
         self.clear(source)
         if expert >= 0:

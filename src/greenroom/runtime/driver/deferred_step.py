@@ -1,4 +1,4 @@
-"""A step that a device has computed from its slot table before the scheduler observes it."""
+"""A step that was computed, and that the scheduler has yet to serve."""
 
 from __future__ import annotations
 

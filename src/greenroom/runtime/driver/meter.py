@@ -110,7 +110,7 @@ class Meter:
 
 
 def stall_cause(step: Step | None) -> str:
-    """Return the cause of a stall of a layer's step that begins now, one of `CAUSES`."""
+    """Return the cause of a stall that begins now, one of `CAUSES`."""
     if step is None or step.prefill:
         return "prefill"
     return "late" if step.late_pieces & step.missing.keys() else "miss"

@@ -1,4 +1,4 @@
-"""The look-up of one token's experts: its tiles, the order of its sum, and words for the host."""
+"""The look-up of one token's experts: its tiles, the order of its sum, and report for the host."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class LookUp:
         self.top_k, self._type = top_k, index_type
         self.offsets = torch.full((FIRST + EXPERTS,), -1)
         self.tiles, self.computed = torch.full((top_k, 4), 99), torch.full((top_k,), 99)
-        self.order, self.words = torch.full((top_k, 2), 99), torch.zeros(top_k, dtype=torch.int64)
+        self.order, self.report = torch.full((top_k, 2), 99), torch.zeros(top_k, dtype=torch.int64)
         self._number = torch.zeros(1, dtype=torch.int64)
 
     def __call__(self, chosen: list[int], again: bool = False) -> list[tuple[int, int, int]]:
         """Return (number, expert, found) of each word."""
         look_up[(1, 1)](
             torch.tensor([chosen], dtype=self._type), self.offsets, self.tiles, self.computed,
-            self.order, self.words, self._number, FIRST, EXPERTS, self.top_k,
+            self.order, self.report, self._number, FIRST, EXPERTS, self.top_k,
             AGAIN=again, K=1 << (self.top_k - 1).bit_length(),
         )  # fmt: skip
-        return [(word >> 32, word >> 1 & 0x7FFFFFFF, word & 1) for word in self.words.tolist()]
+        return [(word >> 32, word >> 1 & 0x7FFFFFFF, word & 1) for word in self.report.tolist()]
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
@@ -64,7 +64,7 @@ def test_a_second_look_up_leaves_out_what_was_computed():
 def test_experts_of_other_processes_are_left_out_of_the_sum():
     lookup = LookUp(4)
     lookup.offsets[:] = 5
-    words: Any = lookup([EXPERTS, 3, EXPERTS + 1, 1])
-    assert [found for *_, found in words] == [0, 1, 0, 1]
+    report: Any = lookup([EXPERTS, 3, EXPERTS + 1, 1])
+    assert [found for *_, found in report] == [0, 1, 0, 1]
     assert lookup.tiles[:, 3].tolist() == [0, 1, 0, 1]
     assert lookup.order.tolist() == [[3, 3], [1, 1], [-1, -1], [-1, -1]]

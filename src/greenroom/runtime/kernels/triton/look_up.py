@@ -1,12 +1,12 @@
-"""The Triton program that finds the slots of one token's experts, and tells the host what it found.
+"""The Triton program that looks up the slots of one token's experts.
 
 The router's choice stays on the device. The program writes the tiles that the products read, with
 no entries for an expert that is not in a slot, and the order of the sum over experts. The host
-reads one word for each choice, in pinned memory, without waiting for the device in any other way:
+reads a report in pinned memory, one number for each choice, and waits for nothing else:
 
     number of the look-up << 32 | expert << 1 | whether the expert is in a slot
 
-Each word carries the number of its look-up, so the words may arrive in any order.
+Each number carries that of its look-up, so they may arrive in any order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNKNOWN = ("first", "experts", "top_k")  # numbers that differ between layers: c
 
 @triton.jit(do_not_specialize=UNKNOWN)
 def look_up(
-    index, offsets, tiles, computed, order, words, number, first, experts, top_k,
+    index, offsets, tiles, computed, order, report, number, first, experts, top_k,
     AGAIN: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Look up the slots of a token's experts `index` [top_k], in Triton.
@@ -28,7 +28,7 @@ def look_up(
     tiles:    [top_k, 4], see `programs.py`; the entry of a choice is its rank
     computed: [top_k], whether a look-up for this token has found the expert
     order:    [top_k, 2], see `programs.combine`
-    words:    [top_k], in the host's memory
+    report:   [top_k], in the host's memory
     number:   [1], the number of look-ups before this one
     first:    the number of the layer's first expert in `offsets`
     experts:  the layer's number of experts; ids from this one on are of other processes
@@ -39,23 +39,23 @@ def look_up(
     expert = tl.load(index + k, mask=inside, other=0).to(tl.int64)
     local = inside & (expert < experts)
     offset = tl.load(offsets + first + expert, mask=local, other=-1)
-    found = offset >= 0
-    wanted = found
+    hit = offset >= 0
+    entry = hit
     if AGAIN:
         before = tl.load(computed + k, mask=inside, other=0) > 0
-        wanted = found & (before == 0)
-        found = found | before
-    tl.store(computed + k, found.to(tl.int64), mask=inside)
+        entry = hit & (before == 0)
+        hit = hit | before
+    tl.store(computed + k, hit.to(tl.int64), mask=inside)
     tile = tiles + 4 * k
-    tl.store(tile, tl.where(wanted, offset, 0), mask=inside)
+    tl.store(tile, tl.where(entry, offset, 0), mask=inside)
     tl.store(tile + 1, tl.where(local, expert, 0), mask=inside)
     tl.store(tile + 2, k.to(tl.int64), mask=inside)
-    tl.store(tile + 3, wanted.to(tl.int64), mask=inside)
+    tl.store(tile + 3, entry.to(tl.int64), mask=inside)
     # The place of a choice is the number of those before it, by ascending expert.
     key = tl.where(inside, expert, 1 << 40) * K + k
     place = tl.sum((key[None, :] < key[:, None]).to(tl.int64), axis=1)
     tl.store(order + 2 * place, tl.where(local, k, -1).to(tl.int64), mask=inside)
     tl.store(order + 2 * place + 1, tl.where(local, k, -1).to(tl.int64), mask=inside)
-    this = tl.load(number) + 1
-    tl.store(number, this)
-    tl.store(words + k, (this << 32) | (expert << 1) | found.to(tl.int64), mask=inside)
+    count = tl.load(number) + 1
+    tl.store(number, count)
+    tl.store(report + k, (count << 32) | (expert << 1) | hit.to(tl.int64), mask=inside)

@@ -222,6 +222,5 @@ def project_one(
         total += tl.load(out + entry * outputs + n, mask=n < outputs, other=0.0)[None, :]
     entries = entry + tl.arange(0, 1)
     finish(gate[None, :], total, bias, out, entries, n, n * 2 if INTERLEAVED else n,
-           (n * 2 + 1 if INTERLEAVED else n + outputs) if GATED else n,
-           (n[None, :] >= 0) & (count > 0), expert,
+           (n * 2 + 1 if INTERLEAVED else n + outputs) if GATED else n, count > 0, expert,
            outputs, limit, alpha, KIND, GATED, ACTIVATION, BIAS, SEGMENT)  # fmt: skip

@@ -1,4 +1,4 @@
-"""One token's experts on a GPU, from the router's own choice, which stays on the device.
+"""One token's experts on a GPU, by a router's choice that stays there.
 
 A decode step is one token. The look-up, both products and the sum are launched at once. Products
 skip experts that are not in slots. The host then reads which these are, and launches the look-up
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # it imports the kernels
     from greenroom.runtime.cuda.slot_table import SlotTable
 
 Work = Callable[[], None]
-PATIENCE = 1000  # looks at the words before the device is asked whether it still works
+PATIENCE = 1000  # looks at the report before the device is asked whether it still works
 
 
 class TokenLaunches:
@@ -69,8 +69,8 @@ class TokenLaunches:
                 torch.zeros(n, dtype=torch.int64, device=device)
                 for n in (4 * top_k, top_k, 2 * top_k, top_k, 1)
             )
-            words = self._engine.host_words(top_k)
-        self._words = words.numpy()
+            report = self._engine.host_numbers(top_k)
+        self._report = report.numpy()
         self._mid = step.mid if plan.activation.code == RAW else None
         self._up = step.projection(
             *(tiles, plan.up, layer.up_bias, step.act if self._mid is None else self._mid),
@@ -81,7 +81,7 @@ class TokenLaunches:
         )
         self._sum = step.summation(self._weights)
         arguments = (
-            *(table.offsets, tiles, computed, self._order, words, number),
+            *(table.offsets, tiles, computed, self._order, report, number),
             *(first, layer.num_experts, top_k),
         )
         size = triton.next_power_of_2(top_k)
@@ -99,6 +99,7 @@ class TokenLaunches:
         slots.
         """
         self._table.follow_stream()
+        self._stream = self._table.stream
         with on_device(self._device):
             if self._number and not self._in_graphs:
                 self._capture()
@@ -152,38 +153,38 @@ class TokenLaunches:
         out = self._step.out if self._layer.norm is None else self._layer.norm(self._step.out)
         self._sum.start(out, self._weights, self._order, self._result)
 
-    def read_choice(self) -> list[int]:
-        """Wait for the words of the last look-up; return them, one for each choice.
+    def read_report(self) -> list[int]:
+        """Wait for the report of the last look-up; return it, one number for each choice.
 
-        Raises DeviceError if the device stops without them.
+        Raises DeviceError if the device has done all work without a report.
         """
         number, looks = self._number, 0
         while True:
-            words: list[int] = self._words.tolist()
-            if all(word >> 32 == number for word in words):
-                return words
+            report: list[int] = self._report.tolist()
+            if all(each >> 32 == number for each in report):
+                return report
             looks += 1
-            if looks % PATIENCE == 0 and self._engine.is_idle(self._table.stream):
-                words = self._words.tolist()
-                if not all(word >> 32 == number for word in words):
+            if looks % PATIENCE == 0 and self._engine.is_idle(self._stream):
+                report = self._report.tolist()
+                if not all(each >> 32 == number for each in report):
                     raise DeviceError("the GPU failed: it has not reported a token's experts")
             time.sleep(0)  # threads that move experts need Python's lock
 
-    def unpack(self, words: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64], set[int]]:
+    def unpack(self, report: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64], set[int]]:
         """Return a token's choice [1, top_k], its experts ascending, and those computed already.
 
         Ids of other processes' experts are in the choice alone.
         """
-        chosen = [word >> 1 & 0x7FFFFFFF for word in words]
+        chosen = [each >> 1 & 0x7FFFFFFF for each in report]
         count = self._layer.num_experts
         experts = sorted({expert for expert in chosen if expert < count})
-        computed = {expert for expert, word in zip(chosen, words, strict=True) if word & 1}
+        computed = {expert for expert, each in zip(chosen, report, strict=True) if each & 1}
         return np.array([chosen], np.int64), np.array(experts, np.int64), computed
 
-    def is_complete(self, words: list[int]) -> bool:
+    def is_complete(self, report: list[int]) -> bool:
         """Tell whether a look-up has found all experts of the layer that a token chose."""
         foreign = self._layer.num_experts << 1
-        return all(word & 1 or word & 0xFFFFFFFF >= foreign for word in words)
+        return all(each & 1 or each & 0xFFFFFFFF >= foreign for each in report)
 
 
 class ThreadTokenLaunches(threading.local):
