@@ -220,7 +220,7 @@ def project_one(
     total = total[None, :]
     if SEGMENT == 2:
         total += tl.load(out + entry * outputs + n, mask=n < outputs, other=0.0)[None, :]
-    entries = entry + tl.arange(0, 1)
-    finish(gate[None, :], total, bias, out, entries, n, n * 2 if INTERLEAVED else n,
-           (n * 2 + 1 if INTERLEAVED else n + outputs) if GATED else n, count > 0, expert,
-           outputs, limit, alpha, KIND, GATED, ACTIVATION, BIAS, SEGMENT)  # fmt: skip
+    finish(gate[None, :], total, bias, out, entry + tl.arange(0, 1), n,
+           n * 2 if INTERLEAVED else n, (n * 2 + 1 if INTERLEAVED else n + outputs) if GATED else n,
+           (n < outputs * count)[None, :], expert, outputs, limit, alpha, KIND, GATED, ACTIVATION,
+           BIAS, SEGMENT)  # fmt: skip
