@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.interpreted,
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the compiled ones"),
 ]
-FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4_text")
 # On a GPU these operations wait for the values of a tensor.
 WAITING_OPERATIONS = {
     "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim",
@@ -155,9 +155,8 @@ def check_table(driver: Any) -> None:
 }, {"capacity": 1000, "policy": "lru"}], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bits_and_decisions_are_those_of_routing_on_the_host(name, options, monkeypatch):
-    parts = {**options, "capacity": min(options["capacity"], 16 if "deep" in name else 24)}
-    *expected, counts = decoded(name, True, monkeypatch, **parts)
-    *got, device_counts = decoded(name, False, monkeypatch, **parts)
+    *expected, counts = decoded(name, True, monkeypatch, **options)
+    *got, device_counts = decoded(name, False, monkeypatch, **options)
     for one, other in zip(expected, got, strict=True):
         assert torch.equal(one, other)
     if "prefetch" not in options:  # whose reads arrive in another order each time
