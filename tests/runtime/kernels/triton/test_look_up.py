@@ -68,3 +68,11 @@ def test_experts_of_other_processes_are_left_out_of_the_sum():
     assert [found for *_, found in report] == [0, 1, 0, 1]
     assert lookup.tiles[:, 3].tolist() == [0, 1, 0, 1]
     assert lookup.order.tolist() == [[3, 3], [1, 1], [-1, -1], [-1, -1]]
+
+
+def test_a_token_may_have_one_expert():
+    lookup = LookUp(1)
+    lookup.offsets[FIRST + 3] = 2
+    assert lookup([3]) == [(1, 3, 1)]
+    assert lookup.tiles.tolist() == [[2, 3, 0, 1]]
+    assert lookup.order.tolist() == [[0, 0]]
