@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.policies import choose
 from greenroom.runtime import forward
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
 from greenroom.trace import Trace
 
 PROFILED, TOP = 5, 25  # tokens, and the operations that are named
@@ -107,16 +108,21 @@ def clocked(greenroom: Greenroom) -> Iterator[dict[str, float]]:
 
         return wrapped
 
-    before, chosen = forward.to_host, greenroom.kernel
-    forward.to_host = timed("ids", before)
-    for name in ("begin", "compute_group", "combine"):
-        setattr(chosen, name, timed("launches", getattr(chosen, name)))
-    try:
-        yield spent
-    finally:
-        forward.to_host = before
+    with ExitStack() as undo:
+
+        def clock(place: Any, name: str, part: str) -> None:
+            before = getattr(place, name)
+            undo.callback(setattr, place, name, before)
+            setattr(place, name, timed(part, before))
+
+        clock(forward, "to_host", "ids")
+        clock(TokenLaunches, "read_report", "ids")
         for name in ("begin", "compute_group", "combine"):
-            delattr(chosen, name)
+            setattr(greenroom.kernel, name, timed("launches", getattr(greenroom.kernel, name)))
+            undo.callback(delattr, greenroom.kernel, name)
+        for name in ("start", "start_again", "sum"):
+            clock(TokenLaunches, name, "launches")
+        yield spent
 
 
 def plain_copy(device: torch.device, nbytes: int) -> float:

@@ -133,6 +133,8 @@ ROWS = (
         ("engine", "card", "published", "Greenroom", "ratio", "without Python", "misses")),
     Row("python_share.py", "{shape} --cache 50% --tokens 4 --threads 1",
         ("model", "slots", "kernels", "waiting", "Python", "share", "us a layer", "calls")),
+    Row("gpu_host_work.py", "--tokens 2 --cache 50% 100%",
+        ("slots", "hit ratio", "hits us", "deferred us", "misses us"), "triton"),
     Row("first_token.py", "{shape} --cache 50% --prompts 8 16 --disk-bytes 8000000",
         ("tokens", "read GB", "disk GB/s", "reads s", "compute s", "TTFT s", "ratio")),
     Row("warm_start.py", "demo --tokens 16", ("model", "start", "load s", "TTFT s", "steady %")),

@@ -52,10 +52,18 @@ class Binding:
         default_factory=dict
     )
     token_experts: ThreadTokenExperts = field(init=False)
+    # Of a kernel that reads the router's choice on a device; None: the host reads it first.
+    token_launches: Any = field(init=False)
 
     def __post_init__(self) -> None:
         token_experts = ThreadTokenExperts(self.kernel, self.experts)
         object.__setattr__(self, "token_experts", token_experts)
+        table, launches = self.driver.changes.table, None
+        decides_on_host = self.uses_weights or self.approximates or self.counts_tokens
+        if table is not None and not decides_on_host and self.read_choice is to_host:
+            first = self.driver.pieces.offsets[self.layer]
+            launches = self.kernel.token_launches(self.experts, table, int(first))
+        object.__setattr__(self, "token_launches", launches)
 
     def resident_experts(
         self, tokens: int, top_k: int, weights: torch.dtype
@@ -199,6 +207,12 @@ def _step(
     top_k_weights: Tensor,
     residual: Tensor | None = None,
 ) -> Tensor:
+    if binding.token_launches is not None and len(hidden_states) == 1:
+        launches = binding.token_launches.of(hidden_states, top_k_index, top_k_weights)
+        if launches is not None:
+            return _token_step(binding, launches, hidden_states, top_k_index, top_k_weights)
+    if (table := binding.driver.changes.table) is not None:
+        table.follow_stream()
     needs_weights = binding.uses_weights or binding.approximates
     chosen, weights = binding.read_choice(top_k_index, top_k_weights if needs_weights else None)
     if len(chosen) == 1:
@@ -255,3 +269,51 @@ def _step(
         prepare_host_job=prepare_host_job if co_compute else None,
     )
     return kernel.combine(step)
+
+
+def _token_step(
+    binding: Binding, launches: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute one token's experts on a device, which finds those in slots by itself.
+
+    launches: the layer's `TokenLaunches`
+
+    The host reads the choice after the launches. If all experts were in slots, the scheduler
+    observes the step while the device computes the next layer; else now, since it must load some.
+    """
+    driver = binding.driver
+    result = driver.launch(partial(launches.start, x, top_k_index, top_k_weights))
+    driver.deferred.settle()
+    report = launches.read_report()
+    if launches.is_complete(report):
+        driver.deferred.set(partial(_serve, binding, launches, report))
+        if driver.predictions.enabled:  # predictions must not be late
+            driver.deferred.settle()
+        return result
+    _serve(binding, launches, report)
+    return launches.sum()
+
+
+def _serve(binding: Binding, launches: Any, report: list[int]) -> None:
+    """Let the scheduler serve a token's step, and launch the experts that it loads."""
+    chosen, experts, computed = launches.unpack(report)
+    if binding.on_routing is not None:
+        binding.on_routing(binding.layer, chosen)
+
+    def observe_routing(inputs: bool) -> LayerRouting:
+        captured = binding.router_inputs(inputs) if binding.router_inputs else None
+        return LayerRouting(binding.layer, chosen, inputs=captured)
+
+    def compute_group(experts: Any, slots: Any) -> None:
+        group = experts.tolist()
+        if not computed.issuperset(group):
+            launches.start_again(group, slots.tolist())
+            computed.update(group)
+
+    binding.driver.step(
+        binding.layer,
+        experts,
+        compute_group,
+        observe_routing=observe_routing,
+        overlapped_work=binding.overlapped_work,
+    )

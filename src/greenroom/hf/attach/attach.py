@@ -101,7 +101,7 @@ class Greenroom:
         observers: list[Observer] = [
             each for each in (self._split_counts, self._recent_routing) if each is not None
         ]
-        self.hooks = PassHooks(setup, self.driver, self.bindings, observers)
+        self.hooks = PassHooks(setup, self.driver, self.bindings, observers, self.predictor)
         on_routing = self.hooks.on_routing if observers or setup.pins is not None else None
         try:
             self.bindings.bind(model, self._gate_inputs, on_routing)
@@ -149,7 +149,7 @@ class Greenroom:
 
     def compile(self) -> None:
         """Compile the code that computes experts, and the expert predictor's code."""
-        self.bindings.compile()
+        self.bindings.compile(self._top_k)
         if self.predictor is not None:
             compile_predictor(predictor(self.predictor.name))
 

@@ -94,7 +94,7 @@ class Bindings:
             )
         else:
             restore_weights(model)
-        self.shared = SharedModules(model, self.modules)
+        self.shared = SharedModules(model, self.modules, bool(self._engines))
         driver, kernel = self._driver, self._wrapped_kernel(model)
         for layer, module in enumerate(self.modules):
             experts = self._experts(layer, module)
@@ -226,8 +226,11 @@ class Bindings:
         compiled = 0 if self.accelerated is None else self.accelerated.counts.get("attention", 0)
         return compiled >= sum(layer.decoded > 0 for layer in self._setup.keys_values.layers)
 
-    def compile(self) -> None:
-        """Compile the expert kernels now, by trial computations of 1 and of 64 tokens."""
+    def compile(self, top_k: int) -> None:
+        """Compile the expert kernels now, by trial computations of 1 and of 64 tokens.
+
+        `top_k` is the number of experts that a token uses in a layer.
+        """
         binding: Binding = getattr(self.modules[0], BINDING)
         several = len(self._setup.devices) > 1
         in_parts = isinstance(binding.kernel, SegmentedKernel | ApproximateKernel)
@@ -240,6 +243,15 @@ class Bindings:
                 step = trial_step(kernel, binding.experts, self._engine, tokens)
                 kernel.compute_group(step, *arguments)
                 kernel.combine(step)
+        if binding.token_launches is not None:
+            x, weights = (
+                torch.zeros(1, n, dtype=binding.experts.dtype, device=self._engine.device)
+                for n in (binding.experts.hidden, top_k)
+            )
+            index = torch.arange(top_k, device=self._engine.device)[None]
+            launches = binding.token_launches.of(x, index, weights)
+            for _ in range(2):  # the second call needs more kernels
+                launches.start(x, index, weights)
 
     def detach(self) -> None:
         """Disconnect all experts modules and remove compiled layers; a second call does nothing."""

@@ -10,15 +10,18 @@ from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.hf.attach.predictors import runs_in_worker
-from greenroom.hf.memory.devices import lanes_of, links_of
+from greenroom.hf.memory.devices import kernels_of, lanes_of, links_of
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slots import chunks_in, host_tier, make_host_memory, make_slots, pieces_of
 from greenroom.hf.mtp.layer import without_mtp
 from greenroom.policies import policy as named_policy
 from greenroom.runtime.cuda.calibrate import nominal_costs
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.slot_table import SlotTable
+from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver.copier import Store
 from greenroom.runtime.driver.driver import Driver
+from greenroom.runtime.kernels.table import GPU_KERNEL
 
 
 def make_driver(
@@ -60,6 +63,10 @@ def make_driver(
     if len(lanes) > 1:
         staging = scheduler.view.staging_slots
         between = make_host_memory(setup, pieces, chunks, staging, engines, co_compute)
+    table = None
+    if has_slot_table(setup, co_compute):
+        assert isinstance(slots, DeviceSlots)
+        table = SlotTable(engines[0], slots, pieces.chunks.tolist())
     driver = Driver(
         scheduler,
         store,
@@ -69,5 +76,17 @@ def make_driver(
         predict_in_worker=runs_in_worker(predictor, setup.predict_in, setup.cuda),
         links=links_of(setup),
         host_memory=between,
+        slot_table=table,
     )
     return driver, tier
+
+
+def has_slot_table(setup: ModelSetup, co_compute: bool) -> bool:
+    """Return whether a table on the GPU says which slot has an expert.
+
+    Kernels for one token read it, if each expert is in one slot of one GPU, and computed there.
+    """
+    if not setup.cuda or len(setup.devices) > 1 or co_compute or kernels_of(setup) != GPU_KERNEL:
+        return False
+    exact = setup.approximation is None and setup.variants is None
+    return exact and not setup.catalog.layouts[0].segments

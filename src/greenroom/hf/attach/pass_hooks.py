@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from greenroom.core.predictor import Ids, PassStart
+from greenroom.core.predictor import Ids, PassStart, Predictor
 from greenroom.hf.attach.bindings import Bindings
 from greenroom.hf.kv.batched_cache import BatchedCache
 from greenroom.hf.kv.kinds import DYNAMIC
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
+from greenroom.predictors import predictor as choice
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.graphs import outside_graphs
 
@@ -52,6 +53,7 @@ class PassHooks:
         driver: Driver,
         bindings: Bindings,
         observers: list[Observer],
+        predictor: Predictor | None,
     ) -> None:
         self.slot_budget: SlotBudget | None = (
             None  # budget of slots and KV cache, where they share one
@@ -61,6 +63,8 @@ class PassHooks:
         self.check_weights: Callable[[], None] = lambda: None  # at the start of each request
         self.between_requests: Callable[[], None] = lambda: None  # not where prompts are announced
         self._request, self._tokens = 0, 0
+        # Whether a predictor reads the ids of tokens, which a GPU would have to send.
+        self._reads_ids = predictor is not None and "token_ids" in choice(predictor.name).kind.needs
         self._new_prompts: int | None = None  # as announced for the next pass
         self._trial = False  # passes of a trial are not reported
         self._decoder: nn.Module | None = None  # of an encoder-decoder model
@@ -163,7 +167,7 @@ class PassHooks:
                 self._tokens,
                 batch * length,
                 prompt,
-                None if ids is None else ids.flatten().cpu().numpy(),
+                ids.flatten().cpu().numpy() if self._reads_ids and ids is not None else None,
                 None if variants is None else variants.rows,
             )
         )

@@ -8,7 +8,8 @@ DeviceError.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from greenroom.config import show_bytes
 from greenroom.errors import DeviceError
 from greenroom.runtime.memory.numa import node_of
 from greenroom.runtime.memory.system import available_bytes, trim_heap
+
+log = logging.getLogger(__name__)
 
 Mark = Any  # an event in a stream; None is one that has passed
 _FOR_ALL = 1  # cudaHostRegisterPortable: registered for every device
@@ -65,6 +68,29 @@ class Engine:
 
     def wait(self, mark: Mark) -> None:
         """Wait until the device has reached a recorded event; return at once for None."""
+
+    def current_stream(self) -> Any:
+        """Return the stream on which the calling thread launches work."""
+        return None
+
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the calling thread launches work on a stream."""
+        return contextlib.nullcontext()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that launches the same work again, on a GPU as one graph.
+
+        The memory that the work reads and writes stays the same; all of its kernels are compiled.
+        """
+        return work
+
+    def is_idle(self, stream: Any) -> bool:
+        """Check whether all work launched on a stream is complete; never waits for it."""
+        return True
+
+    def host_numbers(self, count: int) -> Tensor:
+        """Allocate int64 numbers in host memory, 0, that kernels on the device can write."""
+        return torch.zeros(count, dtype=torch.int64)
 
     def copy_to_host(self, tensor: Tensor) -> tuple[Tensor, Mark]:
         """Copy a device tensor to host memory asynchronously.
@@ -135,6 +161,38 @@ class Cuda(Engine):
         if mark is not None:
             with device_errors():
                 mark.synchronize()
+
+    def current_stream(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(current)
+        try:  # not `torch.cuda.graph`, which waits for the device and collects garbage
+            with torch.cuda.stream(side):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            log.warning("--device cuda: work is launched kernel by kernel: %s", first_line(error))
+            return work
+        current.wait_stream(side)
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def is_idle(self, stream: Any) -> bool:
+        with device_errors():
+            return bool(stream.query())
+
+    def host_numbers(self, count: int) -> Tensor:
+        with device_errors():
+            return torch.zeros(count, dtype=torch.int64, pin_memory=True)
 
     def copy_to_host(self, tensor: Tensor) -> tuple[Tensor, Mark]:
         with device_errors():

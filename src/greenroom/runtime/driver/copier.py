@@ -87,9 +87,7 @@ class Copier:
             except (StoreError, DeviceError) as error:
                 failure = error
             except BaseException as error:
-                failure = StoreError(
-                    f"expert {action.piece} of the model could not be read: {error!r}"
-                )
+                failure = read_error(action.piece, f": {error!r}")
                 failure.__cause__ = error
             self._on_delivery(action, nbytes, failure)
 
@@ -115,3 +113,8 @@ class Copier:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+
+
+def read_error(piece: int, reason: str = "") -> StoreError:
+    """Make the error for an expert that could not be read."""
+    return StoreError(f"expert {piece} of the model could not be read{reason}")

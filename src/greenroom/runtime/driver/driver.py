@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from greenroom.core.cache.scope import Scope
 from greenroom.core.events import (
@@ -30,14 +31,16 @@ from greenroom.core.predictor import LayerRouting, PassStart
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
 from greenroom.core.scheduler.scheduler import Scheduler
-from greenroom.errors import StoreError
 from greenroom.runtime.cuda.host import HostMemory
+from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.driver.action_queue import ActionQueue
-from greenroom.runtime.driver.copier import Copier, Failure, Store
+from greenroom.runtime.driver.copier import Copier, Failure, Store, read_error
+from greenroom.runtime.driver.deferred_step import DeferredStep
 from greenroom.runtime.driver.fair_lock import FairLock
 from greenroom.runtime.driver.host_worker import HostWorker, Job
-from greenroom.runtime.driver.meter import Meter
+from greenroom.runtime.driver.meter import Meter, stall_cause
 from greenroom.runtime.driver.predictions import Predictions
+from greenroom.runtime.driver.slot_changes import SlotChanges
 from greenroom.runtime.driver.timeline import Timeline
 from greenroom.runtime.slots.resident_tables import ResidentTables, SlotTables
 from greenroom.runtime.slots.tier import Tier
@@ -65,9 +68,11 @@ class Driver:
         predict_in_worker: bool = False,
         links: tuple[str, ...] = ("disk -> host",),
         host_memory: HostMemory | None = None,
+        slot_table: SlotTable | None = None,
     ) -> None:
         self.scheduler, self.slots = scheduler, slots
         self.pieces = pieces = scheduler.view.pieces
+        self.changes, self.deferred = SlotChanges(slots, pieces, slot_table), DeferredStep()
         self.meter = Meter.for_lanes(scheduler.view.lanes, pieces.layers)
         self.request_counts = np.zeros(pieces.experts, np.int64)  # requests of each expert
         self.miss_counts = np.zeros(pieces.layers, np.int64)  # misses of each layer
@@ -92,6 +97,7 @@ class Driver:
 
     def begin_pass(self, at: PassStart) -> None:
         """Begin a forward pass of the model: start its clock and predict its experts."""
+        self.deferred.settle()
         with self._lock:
             self._request, self._prefill = at.request, at.prefill
             self._pass_start = time.perf_counter(), self.meter.stall_s, at.tokens
@@ -105,6 +111,7 @@ class Driver:
 
     def end_pass(self) -> None:
         """End the current forward pass, also an abandoned one; do nothing without a pass."""
+        self.deferred.settle()
         if self._pass_start is None:
             return
         begin, stalls, tokens = self._pass_start
@@ -159,6 +166,7 @@ class Driver:
 
         Raises StoreError if an expert cannot be read, DeviceError if the device fails. The cache
         stays usable afterwards, also after an exception in `compute`."""
+        self.deferred.settle()
         if experts.size == 0:
             return
         with self._step_lock:
@@ -189,9 +197,15 @@ class Driver:
                 self._abandon()
                 raise
             if action.failed >= 0:
-                raise self._error or StoreError(
-                    f"expert {action.failed} of the model could not be read"
-                )
+                raise self._error or read_error(action.failed)
+
+    def launch(self, start: Callable[[], Tensor]) -> Tensor:
+        """Call `start`, which launches a step's computation from the device's table of slots.
+
+        Slots are not resized meanwhile. Returns the result of `start`."""
+        with self._step_lock:
+            self._begin_exclusive(interruptible=True)
+            return start()
 
     def _compute(
         self, layer: int, compute: ComputeExperts, prepare_host_job: PrepareHostJob | None
@@ -308,22 +322,14 @@ class Driver:
             case ComputeGroup() | Finish():
                 self._actions.put(action)
             case StartChunk():
-                if action.first_of_piece and action.slot >= 0:
-                    pool, number = self.slots.at(action.slot)
-                    pool.clear(number)
-                if action.copy_slot >= 0:
-                    pool, number = self.slots.at(action.slot)
-                    source, copy = self.slots.at(action.copy_slot)
-                    layer = int(self.pieces.layer[action.piece])
-                    pool.fill(number, source.bytes(copy), layer)
+                self.changes.begin(action)
                 self.meter.links[action.link].chunk_started(now)
                 self._chunk_starts[action.link, action.lane] = now
                 self._copier.start(action)
             case Move():
-                (pool, number), (_, target) = map(self.slots.at, (action.source, action.target))
-                pool.move(number, target)
+                self.changes.move(action)
             case Trim():
-                self.slots.trim(action.capacity)
+                self.changes.trim(action)
                 self._changed.notify_all()
 
     def _next_action(self) -> ComputeGroup | Finish:
@@ -334,20 +340,13 @@ class Driver:
             return self._actions.popleft()
         with self._lock:
             if not self._actions:
-                begin, cause = time.perf_counter(), self._stall_cause()
+                begin, cause = time.perf_counter(), stall_cause(self.scheduler.step)
                 self._actions.wait_for_action()
                 end = time.perf_counter()
                 self.meter.add_stall(self._layer, cause, end - begin)
                 if self.timeline is not None:
                     self.timeline.add_stall(self._layer, cause, begin, end)
             return self._actions.popleft()
-
-    def _stall_cause(self) -> str:
-        """Return the cause of a stall that begins now, one of `meter.CAUSES`."""
-        step = self.scheduler.step
-        if self._prefill or step is None:
-            return "prefill"
-        return "late" if step.late_pieces & step.missing.keys() else "miss"
 
     def _on_delivery(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
         """Handle a chunk of an expert that arrived or failed, in a copier's thread."""
@@ -365,6 +364,7 @@ class Driver:
             begin = self._chunk_starts[action.link, action.lane]
             self.timeline.add_chunk(self.links[action.link], action, begin, now)
         if error is None:
+            self.changes.land(action, len(self.links) - 1)
             self._handle_locked(Landed(action.lane, action.piece, action.link))
         else:
             step = self.scheduler.step

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
+from greenroom.core.scheduler.step import Step
+
 CAUSES = ("miss", "late", "prefill")
 
 
@@ -105,6 +107,13 @@ class Meter:
             self, links=links, stalls=dict(self.stalls), layer_stalls=[*self.layer_stalls],
             at=time.perf_counter(),
         )  # fmt: skip
+
+
+def stall_cause(step: Step | None) -> str:
+    """Return the cause of a stall that begins now, one of `CAUSES`."""
+    if step is None or step.prefill:
+        return "prefill"
+    return "late" if step.late_pieces & step.missing.keys() else "miss"
 
 
 def subtract_counts(after: Any, before: Any) -> Any:

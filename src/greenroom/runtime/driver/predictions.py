@@ -69,7 +69,8 @@ class Predictions:
         return self._worker is not None
 
     @property
-    def _enabled(self) -> bool:
+    def enabled(self) -> bool:
+        """Check whether the predictor is called: not while every expert has a slot."""
         return self.foresight is not None and not self._all_have_slots()
 
     def begin(self, at: PassStart, number: int) -> None:
@@ -78,7 +79,7 @@ class Predictions:
         `number` counts the model's passes from 0.
         """
         self._routed, self._prefill = number * self._layers - 1, at.prefill
-        self._pass_observed = self._enabled
+        self._pass_observed = self.enabled
         if not self._pass_observed or self._actions.closed:
             return
         if self._worker is None:
@@ -108,7 +109,7 @@ class Predictions:
             layer >= self._layers
             or observe_routing is None
             or not self._pass_observed
-            or not self._enabled
+            or not self.enabled
         ):
             return
         assert self.foresight is not None
@@ -133,7 +134,7 @@ class Predictions:
         """
         observed, self._pass_observed = self._pass_observed, False
         foresight = self.foresight
-        if self.guard is None or foresight is None or not observed or prefill or not self._enabled:
+        if self.guard is None or foresight is None or not observed or prefill or not self.enabled:
             return
         self.guard.passed(seconds, waited, tokens)
         on = self._on = self.guard.on

@@ -128,6 +128,15 @@ class Kernel:
     def prepare(self, layer: LayerExperts) -> None:
         """Set the kernel up for an MoE layer; called when a model is attached."""
 
+    def token_launches(self, layer: LayerExperts, table: Any, first: int) -> Any:
+        """Return the launches that compute one token's experts from a router's choice on a device.
+
+        table: the `SlotTable` of the device, in which the layer's experts begin at `first`
+
+        Returns None if the kernel cannot compute the layer without the choice on the host.
+        """
+        return None
+
 
 class PooledKernel(Kernel):
     """A kernel that calls an inner kernel, for expert slots that alternate between memory pools.

@@ -1,4 +1,4 @@
-"""The default expert kernel on a GPU: two launches per expert group, and one for the sum.
+"""Steps of the default expert kernel on a GPU: two launches a group, and one for the sum.
 
 Weights are read from slots in device memory. Every (token, expert) output is stored until the sum
 over a token's experts, which is taken by ascending expert id; so groups, slots and the order of
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,6 +56,19 @@ def fallback_reason(layer: LayerExperts) -> str | None:
         if weight.encoding not in ENCODINGS and not group_of(weight)
     }
     return f"experts in {', '.join(sorted(encodings))}" if encodings else None
+
+
+class Launch(NamedTuple):
+    """A launch of a Triton program, without its first arguments, which differ between calls."""
+
+    program: Any
+    grid: tuple[int, int]
+    arguments: tuple[Any, ...]  # the last ones
+    constants: dict[str, Any]
+
+    def start(self, *first: Any) -> None:
+        """Launch the program with its first arguments, without waiting for the GPU."""
+        self.program[self.grid](*first, *self.arguments, **self.constants)
 
 
 class TritonStep(base.KernelStep):
@@ -149,7 +162,7 @@ class TritonStep(base.KernelStep):
         layer: LayerExperts,
         accumulate: bool = False,
     ) -> None:
-        with _on(self.plan.device):
+        with on_device(self.plan.device):
             tiles = self.send(experts, slots, layer)
             if len(tiles):
                 segment = 0 if layer.inner == self.layer.inner else 2 if accumulate else 1
@@ -198,57 +211,81 @@ class TritonStep(base.KernelStep):
         The up projection has an `activation`, and `tokens`: the index in x of each entry's token.
         The down projection has neither; for a `segment`, its sums are stored in float32.
         """
+        self.projection(
+            tiles, matrix, bias, out, inputs, outputs, activation, tokens, segment
+        ).start(x)
+
+    def projection(
+        self,
+        tiles: Tensor,
+        matrix: TritonMatrix,
+        bias: Tensor | None,
+        out: Tensor,
+        inputs: int,
+        outputs: int,
+        activation: Activation | None = None,
+        tokens: Tensor | None = None,
+        segment: int = 0,
+    ) -> Launch:
+        """Return the launch of one projection, whose first argument is its input.
+
+        The arguments are those of `launch`.
+        """
         up, layer, (m, n, k, warps) = activation is not None, self.layer, self.sizes
         applied, gated = activation or Activation(), activation is not None and layer.has_gate
-        arguments = (
-            *(x, tiles, tiles if tokens is None else tokens, matrix.codes, matrix.scales),
+        arguments: tuple[Any, ...] = (
+            *(tiles, tiles if tokens is None else tokens, matrix.codes, matrix.scales),
             *(matrix.others, self.plan.no_bias if bias is None else bias, out, inputs, outputs),
         )
         constants: dict[str, Any] = dict(  # noqa: C408
             ENCODING=matrix.encoding, GATHERED=tokens is not None, GATED=gated,
             INTERLEAVED=up and layer.interleaved, ACTIVATION=applied.code, BIAS=bias is not None,
             CODE_UNITS=matrix.units[0], SCALE_UNITS=matrix.units[1], SEGMENT=segment,
-            enable_fp_fusion=True,
+            enable_fp_fusion=True, GROUP=matrix.group, CHUNK=matrix.chunk,
         )  # fmt: skip
         numbers, floats = matrix.numbers, (float(applied.limit), float(applied.alpha))
         if self.one and matrix.group:
             rows = one_token.ROWS_OF.get(matrix.encoding, one_token.ROWS) // (2 if gated else 1)
-            one_token.project_one[(triton.cdiv(outputs, rows), len(tiles) // 4)](
-                *(*arguments, *numbers[:4], *numbers[5:7], *floats), **constants,
-                GROUP=matrix.group, CHUNK=matrix.chunk,
-                ONE_SCALE=matrix.has_one_scale(outputs, rows, constants["INTERLEAVED"]),
-                N=rows, C=one_token.WIDTH, num_warps=one_token.WARPS,
-            )  # fmt: skip
-            return
+            constants |= {"N": rows, "C": one_token.WIDTH, "num_warps": one_token.WARPS}
+            constants["ONE_SCALE"] = matrix.has_one_scale(outputs, rows, constants["INTERLEAVED"])
+            grid = triton.cdiv(outputs, rows), len(tiles) // 4
+            arguments += (*numbers[:4], *numbers[5:7], *floats)
+            return Launch(one_token.project_one, grid, arguments, constants)
         if m == FEW[0] and not gated:  # as many rows as of gate and up
             n *= 2
         least = chunks.LEAST.get(matrix.encoding, 0)
         if k < least:  # as many weights
             k, n = least, n * k // least
-        programs.project[(triton.cdiv(outputs, n), len(tiles) // 4)](
-            *(*arguments, *numbers, *floats), **constants,
-            GROUP=matrix.group, CHUNK=matrix.chunk,
-            WIDE=self.plan.wide, M=m, N=n, K=k, num_warps=warps, num_stages=STAGES,
-        )  # fmt: skip
+        constants |= {"WIDE": self.plan.wide, "M": m, "N": n, "K": k}
+        constants |= {"num_warps": warps, "num_stages": STAGES}
+        grid = triton.cdiv(outputs, n), len(tiles) // 4
+        return Launch(programs.project, grid, (*arguments, *numbers, *floats), constants)
 
     def total(self) -> Tensor:
-        layer, (tokens, top_k) = self.layer, self.routing.shape
+        layer, tokens = self.layer, self.routing.shape[0]
         result = torch.empty(tokens, layer.hidden, dtype=self.kind, device=self.plan.device)
         if self.order is None:  # nothing was routed here
             return result.zero_()
         self._end_segments()
         out = self.out if layer.norm is None else layer.norm(self.out)
-        product = self.kind if self.weights.dtype == self.kind else torch.float32
-        total = layer.recipe.sum_dtype(result, self.weights)
-        with _on(self.plan.device):
-            programs.combine[(triton.cdiv(layer.hidden, SUMMED), tokens)](
-                *(out, self.weights, self.order, result, top_k, layer.hidden),
-                ROUND_PRODUCT=self.kind in (product, total),
-                ROUND_SUM=total == self.kind,
-                N=SUMMED,
-                enable_fp_fusion=False,
-            )
+        with on_device(self.plan.device):
+            self.summation(self.weights).start(out, self.weights, self.order, result)
         return result
+
+    def summation(self, weights: Tensor) -> Launch:
+        """Return the launch of the sum over each token's experts, for gate weights like these.
+
+        Its first arguments are those of `programs.combine`, up to the result.
+        """
+        hidden, (tokens, top_k) = self.layer.hidden, self.routing.shape
+        product = self.kind if weights.dtype == self.kind else torch.float32
+        total = self.layer.recipe.sum_dtype(self.x, weights)
+        constants = {
+            "ROUND_PRODUCT": self.kind in (product, total), "ROUND_SUM": total == self.kind,
+            "N": SUMMED, "enable_fp_fusion": False,
+        }  # fmt: skip
+        grid = triton.cdiv(hidden, SUMMED), tokens
+        return Launch(programs.combine, grid, (top_k, hidden), constants)
 
     def _end_segments(self) -> None:
         """Round the sums over segments, and add biases, as whole experts' outputs are."""
@@ -285,25 +322,6 @@ class TritonStep(base.KernelStep):
         return compiled if usable else eager.UnweightedEagerKernel()
 
 
-class TritonKernel(Kernel):
-    """The expert kernel on a GPU, `kernels="triton"`.
-
-    It runs on a CPU only under Triton's interpreter.
-    """
-
-    name = "triton"
-
-    def begin(
-        self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
-    ) -> TritonStep | eager.EagerStep:
-        if fallback_reason(layer) is not None or x.dtype is not layer.dtype:
-            return eager.EagerStep(layer, x, routing, weights)
-        return TritonStep(layer, plan_of(layer), x, routing, weights)
-
-    def supports(self, layer: LayerExperts) -> bool:
-        return fallback_reason(layer) is None
-
-
 def upload(numbers: IntArray, device: torch.device) -> Tensor:
     """Copy an array of integers to a GPU without waiting, through pinned memory.
 
@@ -313,6 +331,6 @@ def upload(numbers: IntArray, device: torch.device) -> Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def _on(device: torch.device) -> Any:
+def on_device(device: torch.device) -> Any:
     """Return a context in which Triton launches go to a device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

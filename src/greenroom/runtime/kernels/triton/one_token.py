@@ -317,7 +317,7 @@ def project_one(
     KIND: tl.constexpr = x.dtype.element_ty
     tile, block = tl.program_id(1), tl.program_id(0)
     slot, expert = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
-    entry = tl.load(tiles + 4 * tile + 2)
+    entry, count = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
     codes += slot * CODE_UNITS + code_at
     scales += slot * SCALE_UNITS + scale_at
     others += slot * OTHER_UNITS + other_at
@@ -335,7 +335,7 @@ def project_one(
     g, u = tl.zeros((N, C), tl.float32), tl.zeros((N, C), tl.float32)
     odd_g, odd_u = tl.zeros((N, C), tl.int32), tl.zeros((N, C), tl.int32)
     chunks = inputs // CHUNK
-    for first in range(0, chunks, C):
+    for first in range(0, tl.where(count > 0, chunks, 0), C):
         at = first + tl.arange(0, C)
         k, inside = tl.minimum(at, chunks - 1), at < chunks
         a, b, c, d, e, f, h, i = _inputs(fours, k, inside, KIND, ENCODING, CHUNK)
@@ -352,7 +352,7 @@ def project_one(
     total = _row_sums(u, odd_u, others, up_row, span_n, ENCODING)[None, :]
     if SEGMENT == 2:
         total += tl.load(out + entry * outputs + n, mask=n < outputs, other=0.0)[None, :]
-    entries = entry + tl.arange(0, 1)
-    finish(gate, total, bias, out, entries, n, n * 2 if INTERLEAVED else n,
-           (n * 2 + 1 if INTERLEAVED else n + outputs) if GATED else n, n[None, :] >= 0, expert,
-           outputs, limit, alpha, KIND, GATED, ACTIVATION, BIAS, SEGMENT)  # fmt: skip
+    finish(gate, total, bias, out, entry + tl.arange(0, 1), n,
+           n * 2 if INTERLEAVED else n, (n * 2 + 1 if INTERLEAVED else n + outputs) if GATED else n,
+           (n < outputs * count)[None, :], expert, outputs, limit, alpha, KIND, GATED, ACTIVATION,
+           BIAS, SEGMENT)  # fmt: skip

@@ -2,7 +2,8 @@
 
 A tile is up to M entries (a token and one of its experts) of one expert; a program computes N
 outputs of a tile. Weights are read in place. `tiles` has four numbers for each tile: where its slot
-begins (in units of 64 bytes from slot 0), its expert, its first entry and its number of entries.
+begins (in units of 64 bytes from slot 0), its expert, its first entry and its number of entries. A
+tile without entries is skipped.
 Sums run over the inputs in order, K at a time, in float32; values are rounded where transformers'
 eager experts round them. Rows of a tile do not mix, so an entry's result depends neither on other
 entries nor on expert groups.
@@ -151,7 +152,7 @@ def project(
     if SEGMENT == 2:
         u = tl.load(out + row[:, None] * outputs + n[None, :], mask=mask, other=0.0)
     flip, width = exponent(ENCODING), outputs * 2 if GATED else outputs
-    for k0 in range(0, inputs, K):
+    for k0 in range(0, tl.where(count > 0, inputs, 0), K):
         k = k0 + tl.arange(0, K)
         place = x + source[:, None] * inputs + k[None, :]
         a = tl.load(place, mask=rows_mask & (k < inputs)[None, :], other=0.0)

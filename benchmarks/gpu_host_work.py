@@ -1,0 +1,212 @@
+"""Host work of a decoded token's MoE layers on the GPU tier, in microseconds a layer.
+
+    python benchmarks/gpu_host_work.py
+    python benchmarks/gpu_host_work.py --cache 25% 50% 100% --profile
+
+A CPU takes the GPU's place, and kernels are not launched: a launch is replaced by the little that
+the host sees of it. The CPU time of the thread that computes is taken inside the layers' experts,
+without what replaces launches, and without waiting. It says how long a GPU waits for Python. A real
+launch takes a few microseconds more, and a GPU's queue hides what is done before it is empty.
+
+    hits      layers whose experts are all in slots
+    deferred  the scheduler's part of such a layer, after the next layer's launches
+    misses    layers that wait for an expert
+    launches  a layer; a graph of kernels is one
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # kernels are Python functions, which can be replaced
+
+# isort: off
+import greenroom  # noqa: F401, before torch, for the threads of OpenMP
+import torch
+
+# isort: on
+from common import commit, machine, table
+from worker import Passes
+
+from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.measure.random_model import Shape, small_model
+from greenroom.hf.memory import devices
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.memory.slots import slots_for
+from greenroom.hf.model.skeleton import ModelSkeleton
+from greenroom.runtime import forward
+from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.kernels.triton import look_up, one_token, programs
+
+SHAPE = Shape(hidden=256, inner=128, layers=8, experts=64, top_k=8)
+COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "launches", "layers hit",
+           "layers missed")  # fmt: skip
+
+
+class Launches:
+    """What replaces Triton's kernels: a count, and zeros as the sum over experts."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0
+
+    def install(self) -> None:
+        nothing = Launch(self, lambda *_: None)
+        programs.project = one_token.project_one = nothing  # type: ignore[assignment]
+        programs.combine = Launch(self, lambda *arguments: arguments[3].zero_())  # type: ignore
+        look_up.look_up = Launch(self, write_report)  # type: ignore[assignment]
+
+
+def write_report(
+    index: Any, offsets: Any, tiles: Any, computed: Any, order: Any, report: Any, number: Any,
+    first: int, *_: Any,
+) -> None:  # fmt: skip
+    """Do what `look_up` does for the host."""
+    number += 1
+    found = offsets[first + index[0]] >= 0
+    report[:] = (number << 32) | (index[0] << 1) | found
+
+
+class Launch:
+    """What replaces one kernel; its time is not counted as the host's."""
+
+    def __init__(self, launches: Launches, act: Any) -> None:
+        self._launches, self._act = launches, act
+
+    def __getitem__(self, grid: Any) -> Launch:
+        return self
+
+    def __call__(self, *arguments: Any, **constants: Any) -> None:
+        launches, begin = self._launches, time.thread_time()
+        before = launches.seconds
+        self._act(*arguments)
+        launches.count += 1
+        launches.seconds = before + time.thread_time() - begin
+
+
+class Graphs(Engine):
+    """A device that launches a captured sequence of kernels at once."""
+
+    def __init__(self, launches: Launches) -> None:
+        self._launches = launches
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        launch = Launch(self._launches, lambda: work())
+
+        def replay() -> None:
+            count = self._launches.count
+            launch()
+            self._launches.count = count + 1
+
+        return replay
+
+
+class Clock:
+    """CPU seconds of each call of a layer's experts, by whether it missed any.
+
+    deferred: those of steps before, that are served while the device computes
+    """
+
+    def __init__(self, greenroom_: Greenroom, launches: Launches) -> None:
+        self.seconds: dict[bool, list[float]] = defaultdict(list)
+        self.deferred: list[float] = []
+        self.on = False
+        driver, inner = greenroom_.driver, forward._forward
+        settle = driver.deferred.settle
+
+        def timed_settle() -> None:
+            begin = time.thread_time()
+            waiting = driver.deferred._serve is not None
+            settle()
+            if waiting and self.on:
+                self.deferred.append(time.thread_time() - begin)
+
+        driver.deferred.settle = timed_settle  # type: ignore[method-assign]
+
+        def timed(*arguments: Any) -> Any:
+            misses, stubs = int(driver.miss_counts.sum()), launches.seconds
+            begin = time.thread_time()
+            result = inner(*arguments)
+            seconds = time.thread_time() - begin - (launches.seconds - stubs)
+            if self.on:
+                self.seconds[int(driver.miss_counts.sum()) > misses].append(seconds)
+            return result
+
+        forward._forward = timed
+        self.remove = lambda: setattr(forward, "_forward", inner)
+
+
+def measure(
+    folder: Path, cache: str, tokens: int, prefetch: str, launches: Launches, profiled: bool
+) -> list[str]:
+    skeleton = ModelSkeleton.of(folder)
+    model: Any = skeleton.load()
+    model.get_input_embeddings().weight.data *= 64  # tokens, not attention, decide the routing
+    slots, experts = slots_for(cache, skeleton.catalog), skeleton.catalog.experts
+    policy = "lru" if slots == experts else "next-use"  # as `load` chooses
+    setup = ModelSetup(
+        skeleton.catalog, slots, policy, cuda=True, kernels="triton",
+        host_capacity=skeleton.catalog.experts, prefetch=prefetch,
+    )  # fmt: skip
+    model.greenroom = Greenroom(model, setup)
+    clock, passes = Clock(model.greenroom, launches), Passes(model)
+    profiler = cProfile.Profile(time.thread_time)
+    try:
+        with torch.inference_mode():
+            passes.prefill(8)
+            passes.decode(tokens)  # most experts are in host memory then
+            model.greenroom.reset_stats()
+            launches.count, clock.on = 0, True
+            if profiled:
+                profiler.enable()
+            passes.decode(tokens)
+            profiler.disable()
+        hits, misses = clock.seconds[False], clock.seconds[True]
+        ratio = model.greenroom.stats().hit_ratio
+    finally:
+        clock.remove()
+        model.greenroom.detach()
+    if profiled:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+
+    def middle(seconds: list[float]) -> str:
+        return f"{statistics.median(seconds) * 1e6:.0f}" if seconds else "-"
+
+    each = launches.count / max(1, len(hits) + len(misses))
+    return [
+        f"{setup.capacity}", f"{ratio:.1%}", middle(hits), middle(clock.deferred),
+        middle(misses), f"{each:.1f}", f"{len(hits)}", f"{len(misses)}",
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cache", nargs="+", default=["50%", "90%", "100%"])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prefetch", default="off")
+    parser.add_argument("--profile", action="store_true", help="also profiles of as many tokens")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    launches = Launches()
+    launches.install()
+    devices.engine_for = lambda setup, number: Graphs(launches)
+    print(f"commit {commit()}; {machine()}\n")
+    with tempfile.TemporaryDirectory() as scratch, small_model(Path(scratch), SHAPE) as folder:
+        rows = [
+            measure(folder, cache, args.tokens, args.prefetch, launches, args.profile)
+            for cache in args.cache
+        ]
+    print(table(COLUMNS, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The table on a device that says which slot has an expert's bytes.
+
+Kernels read it with the router's own choice, so the host need not know the choice before they are
+launched. An entry changes with the contents of slots, not with what the policy decides: it is
+written when the last chunk of an expert has arrived, and removed before a slot is overwritten.
+
+Changes go to the stream that computes. So a look-up that was launched before sees the table as it
+was; and a slot is overwritten only after all work that was launched while the table named it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.slots import DeviceSlots
+
+UNIT = 64  # bytes, in which offsets of slots are counted
+
+
+class SlotTable:
+    """The table of all experts' slots on a device, and its mirror on the host.
+
+    Callers hold one lock, or are the only thread.
+
+    offsets: for each expert of the model, on the device: the offset of its slot from slot 0, in
+             units of 64 bytes; -1 if no slot has all of its bytes
+    stream:  the stream on which kernels that read slots are launched
+    """
+
+    def __init__(self, engine: Engine, slots: DeviceSlots, chunks: Sequence[int]) -> None:
+        """Make the table of empty slots; `chunks` has each expert's number of chunks."""
+        self.engine, self._slots, self._chunks = engine, slots, chunks
+        self.stream: Any = engine.current_stream()
+        with torch.inference_mode(False):  # threads of both modes write to it
+            self.offsets = torch.full((len(chunks),), -1, dtype=torch.int64, device=engine.device)
+        self._slot_of = [-1] * len(chunks)
+        self._expert_in: dict[int, int] = {}  # complete experts, by slot
+        self._awaited: dict[int, int] = {}  # chunks that have not arrived, by slot
+
+    def follow_stream(self) -> None:
+        """Put changes on the stream on which the calling thread launches work from now on."""
+        self.stream = self.engine.current_stream()
+
+    def slot_of(self, expert: int) -> int:
+        """Return the slot that has an expert's bytes; -1 if none has."""
+        return self._slot_of[expert]
+
+    @property
+    def count(self) -> int:
+        """Return how many experts are in slots."""
+        return len(self._slot_of) - self._slot_of.count(-1)
+
+    def begin(self, expert: int, slot: int) -> None:
+        """Remove what a slot contains, before the chunks of an expert are written there."""
+        self.clear(slot)
+        self._awaited[slot] = self._chunks[expert]
+
+    def land(self, expert: int, slot: int) -> None:
+        """Record that a chunk of an expert has arrived in its slot."""
+        self._awaited[slot] -= 1
+        if not self._awaited[slot]:
+            self._insert(expert, slot)
+
+    def clear(self, slot: int) -> None:
+        """Remove what a slot contains; a later write to the slot waits for all launched work."""
+        expert = self._expert_in.pop(slot, -1)
+        self._awaited.pop(slot, None)
+        with self.engine.on_stream(self.stream):
+            if expert >= 0 and self._slot_of[expert] == slot:
+                self._slot_of[expert] = -1
+                self.offsets[expert].fill_(-1)
+            self._slots.mark_computed((slot,))
+
+    def moved(self, source: int, target: int) -> None:
+        """Record that a slot's bytes were copied to another one, which was cleared before."""
+        expert = self._expert_in.get(source, -1)
+        self.clear(source)
+        if expert >= 0:
+            self._insert(expert, target)
+
+    def trim(self, capacity: int) -> None:
+        """Remove the contents of all slots from number `capacity` on."""
+        for slot in [slot for slot in self._expert_in if slot >= capacity]:
+            self.clear(slot)
+
+    def _insert(self, expert: int, slot: int) -> None:
+        self._awaited.pop(slot, None)
+        self._expert_in[slot], self._slot_of[expert] = expert, slot
+        offset = (self._slots.address(slot) - self._slots.address(0)) // UNIT
+        with self.engine.on_stream(self.stream):
+            self.offsets[expert].fill_(offset)

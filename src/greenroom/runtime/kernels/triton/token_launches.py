@@ -1,0 +1,207 @@
+"""One token's experts on a GPU, by a router's choice that stays there.
+
+A decode step is one token. The look-up, both products and the sum are launched at once. Products
+skip experts that are not in slots. The host then reads which these are, and launches the look-up
+and the products again as they arrive.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from greenroom.errors import DeviceError
+from greenroom.runtime.kernels.activation import RAW
+from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.triton import look_up
+from greenroom.runtime.kernels.triton.kernel import Launch, TritonStep, on_device
+from greenroom.runtime.kernels.triton.plan import plan_of
+
+if TYPE_CHECKING:  # it imports the kernels
+    from greenroom.runtime.cuda.slot_table import SlotTable
+
+Work = Callable[[], None]
+PATIENCE = 1000  # looks at the report before the device is asked whether it still works
+
+
+class TokenLaunches:
+    """The launches for one token's experts in one MoE layer, of one thread.
+
+    The token chooses `top_k` experts, with gate weights of one data type. Inputs are copied to
+    memory of their own, so that a sequence of launches is the same for every token; from the second
+    token on it is a graph of the device, one launch.
+    """
+
+    def __init__(
+        self,
+        layer: LayerExperts,
+        table: SlotTable,
+        first: int,
+        top_k: int,
+        types: tuple[torch.dtype, torch.dtype],
+    ) -> None:
+        """Build the launches.
+
+        first: the model-wide id of the layer's first expert
+        types: of the router's choice, and of the gate weights
+        """
+        plan, self._table, self._engine = plan_of(layer), table, table.engine
+        self._layer, self._first, self._number = layer, first, 0
+        device = self._device = plan.device
+        with torch.inference_mode(False):
+            self._x = torch.zeros(1, layer.hidden, dtype=layer.dtype, device=device)
+            self._index, self._weights = (
+                torch.zeros(1, top_k, dtype=each, device=device) for each in types
+            )
+            routing = Routing.of(np.arange(top_k)[None], top_k)
+            step = self._step = TritonStep(layer, plan, self._x, routing, self._weights)
+            self._result = torch.zeros_like(self._x)
+            tiles, computed, self._order, tokens, number = (
+                torch.zeros(n, dtype=torch.int64, device=device)
+                for n in (4 * top_k, top_k, 2 * top_k, top_k, 1)
+            )
+            report = self._engine.host_numbers(top_k)
+        self._report = report.numpy()
+        self._mid = step.mid if plan.activation.code == RAW else None
+        self._up = step.projection(
+            *(tiles, plan.up, layer.up_bias, step.act if self._mid is None else self._mid),
+            *(layer.hidden, layer.inner, plan.activation, tokens),
+        )
+        self._down = step.projection(
+            tiles, plan.down, layer.down_bias, step.out, layer.inner, layer.hidden
+        )
+        self._sum = step.summation(self._weights)
+        arguments = (
+            *(table.offsets, tiles, computed, self._order, report, number),
+            *(first, layer.num_experts, top_k),
+        )
+        size = triton.next_power_of_2(top_k)
+        self._look_up, self._look_again = (
+            Launch(look_up.look_up, (1, 1), arguments, {"AGAIN": again, "K": size, "num_warps": 1})
+            for again in (False, True)
+        )
+        self._sequences: Sequence[Work] = (self._compute, self._compute_again, self._add_up)
+        self._in_graphs = False
+
+    def start(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Launch the computation of one token's experts; return the sum of those in slots.
+
+        x [1, H], index and weights [1, top_k]; the result [1, H] is complete if all experts are in
+        slots.
+        """
+        self._table.follow_stream()
+        self._stream = self._table.stream
+        with on_device(self._device):
+            if self._number and not self._in_graphs:
+                self._capture()
+            self._x.copy_(x)
+            self._index.copy_(index)
+            self._weights.copy_(weights)
+            self._number += 1
+            self._sequences[0]()
+            return self._result.clone()
+
+    def _capture(self) -> None:
+        """Make a graph of each sequence of launches, after all of its kernels were compiled."""
+        self._in_graphs, self._number = True, self._number + 1
+        self._compute_again()  # for the previous token, whose result does not change
+        self._sequences = [self._engine.capture(each) for each in self._sequences]
+
+    def start_again(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Launch the computation of the experts that have arrived since the last launch.
+
+        `experts` are some of them, in `slots`; raises DeviceError if the table does not say so.
+        """
+        for expert, slot in zip(experts, slots, strict=True):
+            if self._table.slot_of(self._first + expert) != slot:
+                raise DeviceError(f"the table of slots has expert {expert} not in slot {slot}")
+        with on_device(self._device):
+            self._number += 1
+            self._sequences[1]()
+
+    def sum(self) -> Tensor:
+        """Launch the sum over all experts, after `start_again`; return it: [1, H]."""
+        with on_device(self._device):
+            self._sequences[2]()
+            return self._result.clone()
+
+    def _compute(self) -> None:
+        self._look_up.start(self._index)
+        self._multiply()
+        self._add_up()
+
+    def _compute_again(self) -> None:
+        self._look_again.start(self._index)
+        self._multiply()
+
+    def _multiply(self) -> None:
+        self._up.start(self._x)
+        if self._mid is not None:
+            self._step.act.copy_(self._layer.activate(self._mid))
+        self._down.start(self._step.act)
+
+    def _add_up(self) -> None:
+        out = self._step.out if self._layer.norm is None else self._layer.norm(self._step.out)
+        self._sum.start(out, self._weights, self._order, self._result)
+
+    def read_report(self) -> list[int]:
+        """Wait for the report of the last look-up; return it, one number for each choice.
+
+        Raises DeviceError if the device has done all work without a report.
+        """
+        number, looks = self._number, 0
+        while True:
+            report: list[int] = self._report.tolist()
+            if all(each >> 32 == number for each in report):
+                return report
+            looks += 1
+            if looks % PATIENCE == 0 and self._engine.is_idle(self._stream):
+                report = self._report.tolist()
+                if not all(each >> 32 == number for each in report):
+                    raise DeviceError("the GPU failed: it has not reported a token's experts")
+            time.sleep(0)  # threads that move experts need Python's lock
+
+    def unpack(self, report: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64], set[int]]:
+        """Return a token's choice [1, top_k], its experts ascending, and those computed already.
+
+        Ids of other processes' experts are in the choice alone.
+        """
+        chosen = [each >> 1 & 0x7FFFFFFF for each in report]
+        count = self._layer.num_experts
+        experts = sorted({expert for expert in chosen if expert < count})
+        computed = {expert for expert, each in zip(chosen, report, strict=True) if each & 1}
+        return np.array([chosen], np.int64), np.array(experts, np.int64), computed
+
+    def is_complete(self, report: list[int]) -> bool:
+        """Tell whether a look-up has found all experts of the layer that a token chose."""
+        foreign = self._layer.num_experts << 1
+        return all(each & 1 or each & 0xFFFFFFFF >= foreign for each in report)
+
+
+class ThreadTokenLaunches(threading.local):
+    """Each thread's `TokenLaunches` of one MoE layer, by top_k and the router's data types."""
+
+    def __init__(self, layer: LayerExperts, table: SlotTable, first: int) -> None:
+        self._layer, self._table, self._first = layer, table, first
+        self._by_key: dict[Any, TokenLaunches] = {}
+
+    def of(self, x: Tensor, index: Tensor, weights: Tensor) -> TokenLaunches | None:
+        """Return the calling thread's launches for one token; None for inputs of another kind.
+
+        x [1, H], index and weights [1, top_k]
+        """
+        if x.shape[0] != 1 or x.dtype is not self._layer.dtype:
+            return None
+        key = index.shape[1], (index.dtype, weights.dtype)
+        if key not in self._by_key:
+            self._by_key[key] = TokenLaunches(self._layer, self._table, self._first, *key)
+        return self._by_key[key]

@@ -1,0 +1,66 @@
+"""Decoding on a real GPU: graphs, reports to the host, and nothing else that is waited for."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import greenroom
+from greenroom.runtime.kernels.triton import TritonKernel
+from tests.gpu.test_models import prompt
+from tests.models import cached_tiny
+
+OPTIONS = ({"cache": "100%"}, {}, {"cache": "10%", "host_memory": "auto"}, {"prefetch": "auto"})
+TOKENS = 6
+
+
+def logits(name: str, **options) -> torch.Tensor:
+    """Logits of a prompt, and of tokens that are decoded one by one."""
+    folder = str(cached_tiny(name, dtype="bfloat16", tokenizer=True))
+    options = {"cache": "25%", "prefetch": "off", "kernels": "triton", **options}
+    model, _ = greenroom.load(folder, device="cuda", **options)
+    try:
+        with torch.inference_mode():
+            out = model(prompt(), use_cache=True)
+            found = [out.logits]
+            for token in prompt()[0, :TOKENS]:
+                out = model(token.view(1, 1), past_key_values=out.past_key_values, use_cache=True)
+                found.append(out.logits)
+        return torch.cat(found, 1)
+    finally:
+        model.greenroom.detach()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4_text"])
+def test_bits_are_those_of_routing_on_the_host(name, monkeypatch, caplog):
+    with caplog.at_level(logging.WARNING):
+        got = [logits(name, **options) for options in OPTIONS]
+    assert "kernel by kernel" not in caplog.text  # graphs were captured
+    monkeypatch.setattr(TritonKernel, "token_launches", lambda *_: None)
+    expected = logits(name)
+    assert expected.isfinite().all()
+    for each in got:
+        assert torch.equal(each, expected)
+
+
+@pytest.mark.parametrize("cache", ["100%", "25%"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_a_decode_pass_waits_for_no_operation(name, cache):
+    """Torch's own check raises where an operation waits for the device unasked."""
+    folder = str(cached_tiny(name, dtype="bfloat16", tokenizer=True))
+    model, _ = greenroom.load(
+        folder, device="cuda", cache=cache, prefetch="off", kernels="triton", host_memory="auto"
+    )
+    try:
+        with torch.inference_mode():
+            tokens = prompt()[0]
+            cache_of_keys = model(prompt(), use_cache=True).past_key_values
+            for n, token in enumerate(tokens):
+                if n == 4:  # kernels are compiled, graphs captured, inputs compared once
+                    torch.cuda.set_sync_debug_mode("error")
+                model(token.view(1, 1), past_key_values=cache_of_keys, use_cache=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        model.greenroom.detach()

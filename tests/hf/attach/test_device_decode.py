@@ -1,0 +1,222 @@
+"""Decoding on a GPU: the router's choice stays there, and the host waits for misses alone.
+
+The CPU stands in the GPU's place, and Triton's interpreter runs the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tests.hf.memory.test_device import ids, placed
+
+pytest.importorskip("triton")
+
+from greenroom.errors import DeviceError, StoreError
+from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.slots import DeviceSlots
+from greenroom.runtime.forward import BINDING
+from greenroom.runtime.kernels.triton import TritonKernel
+from greenroom.runtime.kernels.triton.kernel import Launch
+from greenroom.runtime.store.disk import Staging
+from tests.runtime.cuda.conftest import (
+    _bfloat16_as_a_device_rounds_it,  # noqa: F401
+    _products_whose_bits_depend_on_values_alone,  # noqa: F401
+)
+
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the compiled ones"),
+]
+# On a GPU these operations wait for the values of a tensor.
+WAITING_OPERATIONS = {
+    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim",
+    "_unique2", "unique_consecutive", "repeat_interleave",
+}  # fmt: skip
+WAITING_METHODS = (
+    "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__",
+)  # fmt: skip
+
+
+class NoWaitingOperations(TorchDispatchMode):
+    """Forbid operations that wait for values."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function._schema.name.removeprefix("aten::")
+        assert name not in WAITING_OPERATIONS, f"{name} waits for the device"
+        return function(*args, **(kwargs or {}))
+
+
+class NoWaitingMethods(TorchFunctionMode):
+    """Forbid methods that bring values to the host."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        target = [*args[1:], *(kwargs or {}).values()]
+        assert name not in WAITING_METHODS, f"{name} waits for the device"
+        # A device given as an object is the model's own.
+        assert name != "to" or "cpu" not in target, "to('cpu') waits for the device"
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    with NoWaitingOperations(), NoWaitingMethods():
+        yield
+
+
+@pytest.fixture
+def launches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter, which is no part of a decode pass, read tensors."""
+    start = Launch.start
+
+    def unwatched(self: Launch, *first: Any) -> None:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            start(self, *first)
+
+    monkeypatch.setattr(Launch, "start", unwatched)
+
+
+@pytest.mark.parametrize(
+    ("name", "capacity"),
+    [("qwen3_moe", 3), ("qwen3_moe", 1000), ("gpt_oss", 12), ("deepseek_v3", 3)],
+)
+def test_a_decode_pass_waits_for_no_value(name, capacity, launches_alone, monkeypatch):
+    with (
+        placed(name, monkeypatch, kernels="triton", capacity=capacity) as model,
+        torch.inference_mode(),
+    ):
+        cache = model(ids(1, 5), use_cache=True).past_key_values
+        for token in ids(4, 1):  # launches are built, and each shared expert's input compared once
+            model(token[None], past_key_values=cache, use_cache=True)
+        misses = model.greenroom.driver.scheduler.view.misses
+        for token in ids(3, 1):
+            with no_waiting():
+                model(token[None], past_key_values=cache, use_cache=True)
+        assert model.greenroom.driver.scheduler.view.misses > misses or capacity > 3
+
+
+def decoded(name: str, on_host: bool, monkeypatch: Any, **parts: Any) -> tuple[Any, ...]:
+    """Logits and counts of a few tokens, whose routing the host or the device reads first."""
+    with monkeypatch.context() as patch:
+        if on_host:
+            patch.setattr(TritonKernel, "token_launches", lambda *_: None)
+        return answered(name, on_host, patch, **parts)
+
+
+def answered(name: str, on_host: bool, monkeypatch: Any, **parts: Any) -> tuple[Any, ...]:
+    with placed(name, monkeypatch, kernels="triton", **parts) as model:
+        out = model.generate(
+            ids(1, 3), max_new_tokens=4, do_sample=False, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        driver, stats = model.greenroom.driver, model.greenroom.stats()
+        assert all(
+            (getattr(module, BINDING).token_launches is None) == on_host
+            for module in model.greenroom.bindings.modules
+        )
+        counts = (
+            stats.passes, stats.expert_requests, stats.expert_hits, driver.miss_counts.tolist(),
+            driver.request_counts.tolist(), driver.scheduler.residents().tolist(),
+        )  # fmt: skip
+        check_table(driver)
+    return out.sequences, torch.stack(out.logits), counts
+
+
+def check_table(driver: Any) -> None:
+    """Check that the table names all residents, and slots that have an expert's own bytes."""
+    table, slots = driver.changes.table, driver.slots
+    residents = set(driver.scheduler.residents().tolist())
+    for expert, offset in enumerate(table.offsets.tolist()):
+        slot = table.slot_of(expert)
+        assert slot >= 0 or expert not in residents
+        assert offset == (-1 if slot < 0 else (slots.address(slot) - slots.address(0)) // 64)
+        if slot < 0:
+            continue
+        again = DeviceSlots(Engine(), 1, slots.stride, 1)
+        again.bytes(0)[:] = slots.bytes(slot)  # padding is not written
+        for chunk in driver._copier._store.chunks(expert):
+            data = driver._copier._store.read(chunk, Staging())
+            again.write(0, chunk.extent.copies, data, chunk.start)
+        assert torch.equal(again.bytes(0), slots.bytes(slot))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen3_moe", {"capacity": 3}),
+        ("qwen3_moe", {"capacity": 12, "prefetch": "markov", "guard": False}),
+        ("qwen3_moe", {"capacity": 1000, "policy": "lru"}),
+        ("gpt_oss", {"capacity": 5, "host_capacity": 9}),
+        ("deepseek_v3", {"capacity": 5}),
+        ("gemma4_text", {"capacity": 5}),  # an activation of its own, between the products
+    ],
+    ids=str,
+)
+def test_bits_and_decisions_are_those_of_routing_on_the_host(name, options, monkeypatch):
+    *expected, counts = decoded(name, True, monkeypatch, **options)
+    *got, device_counts = decoded(name, False, monkeypatch, **options)
+    for one, other in zip(expected, got, strict=True):
+        assert torch.equal(one, other)
+    if "prefetch" not in options:  # whose reads arrive in another order each time
+        assert device_counts == counts
+
+
+def test_a_resize_between_tokens_changes_no_bit(monkeypatch):
+    with (
+        placed("qwen3_moe", monkeypatch, kernels="triton", capacity=24) as model,
+        torch.inference_mode(),
+    ):
+        monkeypatch.setattr("greenroom.runtime.cuda.slots.SEGMENT_BYTES", 1)
+        stride = model.greenroom.setup.catalog.slot_bytes
+        tokens, logits = ids(6, 1), []
+        for sizes in ([24], [7, 24, 3]):
+            cache = model(ids(1, 3), use_cache=True).past_key_values
+            for n, token in enumerate(tokens):
+                model.greenroom.resize(sizes[n % len(sizes)] * stride)
+                check_table(model.greenroom.driver)
+                logits.append(model(token[None], past_key_values=cache, use_cache=True).logits)
+        for one, other in zip(logits[:6], logits[6:], strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_device_that_reports_nothing_is_an_error(monkeypatch):
+    with (
+        placed("qwen3_moe", monkeypatch, kernels="triton", capacity=5) as model,
+        torch.inference_mode(),
+    ):
+        model.greenroom.compile()
+        model(ids(1, 1))
+        with monkeypatch.context() as silent:
+            silent.setattr(Launch, "start", lambda *_: None)
+            with pytest.raises(DeviceError, match="has not reported"):
+                model(ids(1, 1))
+
+
+def test_a_read_that_fails_ends_that_token_alone(monkeypatch):
+    with (
+        placed("qwen3_moe", monkeypatch, kernels="triton", capacity=3) as model,
+        torch.inference_mode(),
+    ):
+        expected = model(ids(1, 1)).logits
+        store = model.greenroom.driver._copier._store
+        with monkeypatch.context() as failing:
+
+            def fail(*_: Any) -> None:
+                raise StoreError("Input/output error")
+
+            failing.setattr(store, "read", fail)
+            with pytest.raises(StoreError, match="Input/output error"):
+                model(ids(1, 2)[:, 1:])
+        assert torch.equal(model(ids(1, 1)).logits, expected)
+        check_table(model.greenroom.driver)

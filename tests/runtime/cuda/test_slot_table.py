@@ -1,0 +1,100 @@
+"""The device's table of slots follows what slots contain."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.slot_table import SlotTable
+from greenroom.runtime.cuda.slots import DeviceSlots
+
+STRIDE = 128
+
+
+class Streams(Engine):
+    """An engine whose marks and changes name the stream that they are on."""
+
+    def __init__(self) -> None:
+        self.on: list[Any] = ["another thread's"]
+
+    def current_stream(self) -> Any:
+        return self.on[-1]
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        self.on.append(stream)
+        yield
+        self.on.pop()
+
+    def mark(self) -> Any:
+        return f"mark on {self.on[-1]}"
+
+
+@pytest.fixture
+def slots(monkeypatch: pytest.MonkeyPatch) -> DeviceSlots:
+    monkeypatch.setattr("greenroom.runtime.cuda.slots.SEGMENT_BYTES", 1)
+    return DeviceSlots(Streams(), 4, STRIDE, 4)
+
+
+@pytest.fixture
+def table(slots: DeviceSlots) -> SlotTable:
+    table = SlotTable(slots.engine, slots, [1, 2, 1, 1])
+    table.stream = "computes"
+    return table
+
+
+def offsets(table: SlotTable, slots: DeviceSlots) -> list[int]:
+    """The slot of each expert, by its offset on the device."""
+    places = {(slots.address(n) - slots.address(0)) // 64: n for n in range(slots.capacity)}
+    found = [-1 if each < 0 else places[each] for each in table.offsets.tolist()]
+    assert found == [table.slot_of(expert) for expert in range(4)]
+    assert table.count == 4 - found.count(-1)
+    return found
+
+
+def test_an_expert_has_its_slot_when_its_last_chunk_is_there(table, slots):
+    table.begin(1, 2)
+    table.land(1, 2)
+    assert offsets(table, slots) == [-1, -1, -1, -1]
+    table.land(1, 2)
+    assert offsets(table, slots) == [-1, 2, -1, -1]
+
+
+def test_a_slot_that_is_overwritten_is_nobody_s_and_its_write_waits(table, slots):
+    table.begin(0, 3)
+    table.land(0, 3)
+    slots._marks.clear()
+    table.begin(1, 3)
+    assert offsets(table, slots) == [-1, -1, -1, -1]
+    assert slots._marks == {3: "mark on computes"}  # behind every look-up that saw the slot
+    table.land(1, 3)
+    table.begin(1, 3)  # the transfer failed, and begins again
+    table.land(1, 3)
+    assert offsets(table, slots) == [-1, -1, -1, -1]
+    table.land(1, 3)
+    assert offsets(table, slots) == [-1, 3, -1, -1]
+
+
+def test_an_expert_that_is_in_two_slots_keeps_the_later_one(table, slots):
+    for slot in (0, 1):
+        table.begin(2, slot)
+        table.land(2, slot)
+    assert offsets(table, slots) == [-1, -1, 1, -1]
+    table.begin(3, 0)
+    assert offsets(table, slots) == [-1, -1, 1, -1]
+
+
+def test_moves_and_fewer_slots_are_followed(table, slots):
+    for expert, slot in ((0, 3), (2, 1), (3, 2)):
+        table.begin(expert, slot)
+        table.land(expert, slot)
+    table.clear(0)
+    table.moved(3, 0)
+    assert offsets(table, slots) == [0, -1, 1, 2]
+    table.trim(2)
+    assert offsets(table, slots) == [0, -1, 1, -1]
+    assert slots._marks[2] == "mark on computes"
