@@ -30,7 +30,10 @@ def victim(cache, state, group, piece, now):
 policy = Policy("first-slot", lambda setup: np.zeros(1), victim,
                 options=(PolicyOption("x", 1, "nothing"),))
 """
-LAST = FIRST.replace("cache.first[group + 1])", "cache.first[group + 1])[::-1]")
+LAST = FIRST.replace(
+    "range(cache.first[group], cache.first[group + 1])",
+    "range(cache.first[group + 1] - 1, cache.first[group] - 1, -1)",
+)
 
 
 @pytest.fixture

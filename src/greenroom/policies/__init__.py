@@ -61,8 +61,8 @@ def policy(name: str) -> Policy:
     """Return the named eviction policy; `auto` is the default policy, next-use.
 
     A name that ends in `.py` is the path of a file that defines a `policy`. Options follow a colon:
-    `moe-infinity:matching=request,capacity=50`. Raises UnknownName, which lists the valid names, for
-    an unknown policy or option, and UsageError for a wrong value or file.
+    `moe-infinity:matching=request,capacity=50`. Raises UnknownName, which lists the valid names,
+    for an unknown policy or option, and UsageError for a wrong value or file.
     """
     base, colon, options = name.partition(":")
     if base.endswith(SUFFIX):

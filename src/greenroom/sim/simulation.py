@@ -29,7 +29,7 @@ class Simulation(Sequence[Row]):
 
     def __init__(self, trace: Trace, rows: Sequence[Row]) -> None:
         """Store the results (`rows`) of a simulation of a trace."""
-        self._rows, self._experts = tuple(rows), int(trace.offsets[-1])
+        self.trace, self.experts, self._rows = trace, int(trace.offsets[-1]), tuple(rows)
         self._heading = trace_heading(trace, rows[0])
 
     def __len__(self) -> int:
@@ -63,11 +63,11 @@ class Simulation(Sequence[Row]):
         return curves
 
     def __repr__(self) -> str:
-        return rows_text(self._heading, *table_of(self._rows, self._experts))
+        return rows_text(self._heading, *table_of(self._rows, self.experts))
 
     def _repr_html_(self) -> str:
         """Show the table of simulation results in a notebook."""
-        return html_table(*table_of(self._rows, self._experts), caption=self._heading)
+        return html_table(*table_of(self._rows, self.experts), caption=self._heading)
 
 
 @check_keywords
@@ -156,9 +156,9 @@ def _simulate(
     return Simulation(trace, sweep(study_of(config, trace, machine), cells, workers=workers))
 
 
-def _policies(given: str | Policy | Sequence[str | Policy]) -> dict[str, str | Policy]:
+def _policies(requested: str | Policy | Sequence[str | Policy]) -> dict[str, str | Policy]:
     """Return the policies of a simulation by name; raises UsageError for two of one name."""
-    items = [given] if isinstance(given, str | Policy) else list(given)
+    items = [requested] if isinstance(requested, str | Policy) else list(requested)
     if not items:
         raise UsageError("policy is an empty list: give at least one policy")
     policies: dict[str, str | Policy] = {}

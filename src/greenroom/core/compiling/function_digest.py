@@ -1,9 +1,10 @@
 """A digest of everything that a function's compiled code depends on.
 
 The digest covers the function's instructions and constants, and the values of its names, followed
-through the functions, classes and tables of Greenroom and of code that is not installed (a notebook,
-a policy in a file). Comments, docstrings, annotations and line numbers do not change the digest.
-Objects of installed packages are represented by their names; the caller adds the packages' versions.
+through the functions, classes and tables of Greenroom and of code that is not installed (notebooks,
+policies in files). Comments, docstrings, annotations and line numbers do not change the digest.
+Objects of installed packages are represented by their names; the caller adds the packages'
+versions.
 """
 
 from __future__ import annotations

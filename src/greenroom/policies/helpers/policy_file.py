@@ -29,7 +29,8 @@ def load_policy(path: Path) -> Policy:
     policy = getattr(module, "policy", None)
     if not isinstance(policy, Policy):
         raise UsageError(
-            f"{path} defines no policy: its variable `policy` must be a greenroom.core.policy.Policy"
+            f"{path} defines no policy: its variable `policy` must be a"
+            " greenroom.core.policy.Policy"
         )
     return policy
 
