@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def measure(chosen: Policy, name: str, trace: Trace, workers: int) -> Iterator[C
     for order in ORDERS:
         requests = stream(half_of(trace, "report", order), "natural")
         with ThreadPoolExecutor(workers) as pool:  # a replay releases the GIL
-            yield from pool.map(lambda percent: cell(requests, order, percent), SHARES)
+            yield from pool.map(partial(cell, requests, order), SHARES)
 
 
 def means_of(cells: list[Cell]) -> dict[str, list[float]]:

@@ -104,7 +104,9 @@ if __name__ == "__main__":
     parser.add_argument("--traces", type=Path, default=Path("bench-data/recordings"), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure")
     parser.add_argument("--rules", action="store_true", help="check the rules without recordings")
-    parser.add_argument("--recordings", nargs="+", choices=list(RECORDINGS), metavar="NAME",
-                        default=list(RECORDINGS), help="a part of the benchmark: no full row")  # fmt: skip
+    parser.add_argument(
+        "--recordings", nargs="+", choices=list(RECORDINGS), default=list(RECORDINGS),
+        metavar="NAME", help="a part of the benchmark, which makes no row of its table",
+    )  # fmt: skip
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N")
     sys.exit(main(parser.parse_args()))

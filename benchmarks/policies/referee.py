@@ -8,6 +8,7 @@ of the simulated cache changes the number of misses.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ FAULTS = {
     PINNED: "evicts a pinned expert, which the present step needs",
     ALTERED: "changes the arrays of the cache: its misses are not those that its victims make",
 }
+PARTS = ("victim", "on_hit", "on_insert", "on_evict", "on_step", "on_request")
 CUTS = (0.25, 0.5, 0.75)  # of a trace, behind which the routing is changed
 
 
@@ -57,8 +59,19 @@ def audited(policy: Policy, victims: NDArray[np.int32]) -> Policy:
     An index that is no resident expert would damage the replay's memory: the referee sees it, and
     the replay gets another victim.
     """
-    choose, hit, insert, evict = policy.victim, policy.on_hit, policy.on_insert, policy.on_evict
-    step, request = policy.on_step, policy.on_request
+    parts = {part: getattr(policy, part) for part in PARTS}
+    return replace(
+        policy,
+        build_state=lambda setup: AuditState(policy.build_state(setup), victims),
+        **_wrapped(*parts.values()),
+    )
+
+
+@cache
+def _wrapped(
+    choose: Any, hit: Any, insert: Any, evict: Any, step: Any, request: Any
+) -> dict[str, Any]:
+    """Return compiled functions that call a policy's with its own state, by their names."""
 
     @compiled
     def victim(cache, state, group, piece, now):
@@ -88,12 +101,7 @@ def audited(policy: Policy, victims: NDArray[np.int32]) -> Policy:
     def on_request(cache, state, now):
         request(cache, state.inner, now)
 
-    return replace(
-        policy,
-        build_state=lambda setup: AuditState(policy.build_state(setup), victims),
-        victim=victim, on_hit=on_hit, on_insert=on_insert, on_evict=on_evict,
-        on_step=on_step, on_request=on_request,
-    )  # fmt: skip
+    return dict(zip(PARTS, (victim, on_hit, on_insert, on_evict, on_step, on_request), strict=True))
 
 
 @jit
@@ -164,6 +172,7 @@ def check_rules(policy: Policy, trace: Trace, seed: int) -> None:
     requests, experts = stream(trace, "natural"), int(trace.offsets[-1])
     for share in (20, 60):
         for pin in ("none", "step"):
+
             def play(routing: Stream, pin: str = pin, capacity: int = experts * share // 100):
                 return judge(policy, routing, trace.offsets, capacity, pin, seed).victims
 
