@@ -29,8 +29,8 @@ from greenroom.policies import policy
 from greenroom.trace import Trace, load
 from greenroom.trace.synth import topics
 
-SMALL = TopicsConfig(layers=6, experts=32, top_k=4, tokens=600, requests=12)
-HEAD = 400  # tokens of a recording on which rules are checked
+SMALL = TopicsConfig(layers=6, experts=32, top_k=4, tokens=240, requests=6)
+HEAD = 200  # tokens of a recording on which rules are checked
 
 
 def recording(folder: Path, name: str) -> Trace:
@@ -50,12 +50,13 @@ def recording(folder: Path, name: str) -> Trace:
     return trace
 
 
-def rules(chosen: Policy, traces: dict[str, Trace]) -> None:
-    """Check the rules; RuleError names the first one that is broken."""
+def rules(chosen: Policy, traces: dict[str, Trace]) -> int:
+    """Check the rules, and count the traces; RuleError names the first rule that is broken."""
     heads = {name: trace.head(HEAD) for name, trace in traces.items()}
     for name, trace in {"synthetic": topics(SMALL), **heads}.items():
         print(f"rules: {name}", file=sys.stderr, flush=True)
         check_rules(chosen, trace, SEED)
+    return 1 + len(heads)
 
 
 def cells_of(chosen: Policy, traces: dict[str, Trace], workers: int) -> list[Cell]:
@@ -73,9 +74,9 @@ def main(args: argparse.Namespace) -> int:
     try:
         chosen = policy(args.policy)
         traces = {} if args.rules else {n: recording(args.traces, n) for n in args.recordings}
-        rules(chosen, traces)
+        checked = rules(chosen, traces)
         if args.rules:
-            print(f"{chosen.name} keeps the rules")
+            print(f"{chosen.name} keeps the rules on {checked} trace")
             return 0
         cells = cells_of(chosen, traces, args.workers)
     except RuleError as error:

@@ -31,7 +31,7 @@ FAULTS = {
     ALTERED: "changes the arrays of the cache: its misses are not those that its victims make",
 }
 PARTS = ("victim", "on_hit", "on_insert", "on_evict", "on_step", "on_request")
-CUTS = (0.25, 0.5, 0.75)  # of a trace, behind which the routing is changed
+CUTS = 48  # places in a trace from which on the routing is changed
 
 
 class RuleError(Exception):
@@ -162,38 +162,35 @@ def judge(
 def check_rules(policy: Policy, trace: Trace, seed: int) -> None:
     """Check a policy's rules on a trace; RuleError names the rule that is broken.
 
-    It must choose the same victims a second time, and the same ones until the place from which on
-    the routing is another.
+    It must choose the same victims a second time, and the same ones up to a step from which on the
+    routing is another, for many such steps.
     """
     if policy.needs_trace:
         raise RuleError("looks into the future: it says so itself (needs_trace)")
     if policy.preload is not None:
         raise RuleError("does not insert every miss: it has a fixed set of experts (preload)")
     requests, experts = stream(trace, "natural"), int(trace.offsets[-1])
-    for share in (20, 60):
+    steps = np.linspace(trace.layers, trace.tokens * trace.layers - 1, CUTS).astype(int)
+    others = [stream(_with_other_end(trace, step), "natural") for step in steps]
+    for percent in (20, 60):
         for pin in ("none", "step"):
-
-            def play(routing: Stream, pin: str = pin, capacity: int = experts * share // 100):
-                return judge(policy, routing, trace.offsets, capacity, pin, seed).victims
-
-            first = play(requests)
-            if not np.array_equal(first, play(requests)):
+            settings = trace.offsets, experts * percent // 100, pin, seed
+            victims = judge(policy, requests, *settings).victims
+            if not np.array_equal(victims, judge(policy, requests, *settings).victims):
                 raise RuleError("is not deterministic: a second replay has other victims")
-            for cut in CUTS:
-                token = int(trace.tokens * cut)
-                known = token * trace.layers * trace.top_k
-                other = play(stream(_with_other_end(trace, token), "natural"))
-                if not np.array_equal(first[:known], other[:known]):
-                    at = int(np.argmax(first[:known] != other[:known]))
+            for step, other in zip(steps, others, strict=True):
+                begin = int(requests.starts[step])
+                changed = judge(policy, other, *settings).victims[:begin] != victims[:begin]
+                if changed.any():
                     raise RuleError(
-                        f"looks into the future: its victim at request {at} depends on routing"
-                        f" after request {known} (pin {pin})"
+                        f"looks into the future: its victim at request {int(changed.argmax())}"
+                        f" depends on routing from request {begin} on (pin {pin})"
                     )
 
 
-def _with_other_end(trace: Trace, token: int) -> Trace:
-    """Copy a trace with other experts from a token on: each layer's ids, moved by one."""
-    moved = trace.experts.copy()
-    most = trace.experts_per_layer[:, None]
-    moved[token:] = (moved[token:].astype(np.int64) + 1) % most
-    return replace(trace, experts=moved)
+def _with_other_end(trace: Trace, step: int) -> Trace:
+    """Copy a trace with other experts from a step on: each layer's ids, moved by one."""
+    moved = trace.experts.reshape(-1, trace.top_k).copy()
+    most = np.tile(trace.experts_per_layer, trace.tokens)[step:, None]
+    moved[step:] = (moved[step:].astype(np.int64) + 1) % most
+    return replace(trace, experts=moved.reshape(trace.experts.shape))

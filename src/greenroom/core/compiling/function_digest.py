@@ -12,8 +12,8 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
+import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -186,7 +186,7 @@ def _is_installed(module: str) -> bool:
 @cache
 def _is_installed_file(file: str) -> bool:
     places = Path(file).parents
-    library = Path(sysconfig.get_path("stdlib"))
+    library = Path(os.__file__).parent
     return library in places or any(p.name in ("site-packages", "dist-packages") for p in places)
 
 
