@@ -27,7 +27,9 @@ def plot_misses(results: Simulation, field: str = "miss_ratio", axes: Axes | Non
         shares = [100 * n / results.experts for n in slots]
         style = "--" if name == "opt" else "-"  # OPT knows the future
         axes.plot(shares, values, style, marker="o", label=name)
-    axes.set(xlabel=f"cache capacity in % of {results.experts} experts", ylabel=field)
+    axes.set(
+        xlabel=f"cache capacity in % of {results.experts} experts", ylabel=field.replace("_", " ")
+    )
     axes.set_ylim(bottom=0)
     axes.legend()
     return axes
@@ -47,6 +49,7 @@ def plot_experts(trace: Trace, axes: Axes | None = None) -> Axes:
         uses[layer, : end - begin] = counts[begin:end] / counts[begin:end].mean()
     image = axes.imshow(uses, aspect="auto", interpolation="nearest", vmin=0)
     axes.set(xlabel="expert", ylabel="layer")
+    axes.locator_params(integer=True)
     assert axes.figure is not None
     axes.figure.colorbar(image, ax=axes, label="uses, relative to the layer's mean")
     return axes
