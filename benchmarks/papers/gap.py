@@ -27,8 +27,8 @@ from common import limit, options, table
 from greenroom.core.pieces import Ints
 from greenroom.core.stream import Stream
 from greenroom.policies import POLICIES, policy
-from greenroom.sim.gap import gap_closed, half_of
 from greenroom.sim.replay import replay
+from greenroom.study.gap import gap_closed, half_of
 from greenroom.trace import load, stream
 
 SHARES = (20, 40, 60)

@@ -20,8 +20,8 @@ from referee import judge
 from greenroom.core.policy import Policy
 from greenroom.core.stream import Stream
 from greenroom.policies import policy
-from greenroom.sim.gap import gap_closed, half_of
 from greenroom.sim.replay import replay
+from greenroom.study.gap import gap_closed, half_of
 from greenroom.trace import Trace, stream
 
 FOLDER = Path(__file__).parent

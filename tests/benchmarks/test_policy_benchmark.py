@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from greenroom.config import TopicsConfig
-from greenroom.policies import policy
+from greenroom.policies import POLICIES, policy
 from greenroom.sim.replay import replay
 from greenroom.trace import Trace, load, save, stream
 from greenroom.trace.synth import topics
@@ -133,6 +133,11 @@ def test_a_policy_that_keeps_the_rules_passes(modules, mine: Path, capsys) -> No
     assert capsys.readouterr().out == "mine keeps the rules on 1 trace\n"
 
 
+@pytest.mark.parametrize("name", [n for n, p in POLICIES.items() if not p.needs_trace])
+def test_greenroom_s_policies_keep_the_rules(modules, name: str) -> None:
+    modules.referee.check_rules(policy(name), modules.check.topics(modules.check.SMALL), 0)
+
+
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_a_policy_that_breaks_a_rule_is_refused_by_name(modules, mine, cheat, capsys) -> None:
     old, new, message = CHEATS[cheat]
@@ -235,14 +240,7 @@ def test_the_page_has_the_measured_rows_in_their_order(modules) -> None:
     scores = [modules.cells.score_of(means) for means in rows.values()]
     assert scores == sorted(scores, reverse=True)
     assert "\n".join(texts) in page
-    online = {name for name in policy_names() if name not in ("opt", "static", "lru")}
-    assert online <= set(rows)
-
-
-def policy_names() -> list[str]:
-    from greenroom.policies import POLICIES
-
-    return list(POLICIES)
+    assert {n for n, p in POLICIES.items() if not p.needs_trace} - {"lru"} <= set(rows)
 
 
 @pytest.mark.parametrize("name", ["olmoe-1b-7b", "deepseek-v2-lite", "gpt-oss-20b"])

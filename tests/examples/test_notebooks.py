@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from greenroom.trace import save
+from tests.sim.small import trace
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
@@ -91,3 +94,12 @@ def test_an_own_policy_beats_lru_in_30_lines(drawing: None) -> None:
     slots = sorted({capacity for _, capacity in misses})
     assert all(misses["opt", n] <= misses["fading-uses", n] for n in slots)
     assert misses["fading-uses", slots[0]] < misses["lru", slots[0]]
+
+
+def test_the_python_of_the_page_runs(drawing: None) -> None:
+    page = (ROOT / "docs" / "study.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    save(trace([[-9, *[1] * 30]]), "run.trace")
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/study.md", "exec"), names)
+    assert len(names["results"]) == 6

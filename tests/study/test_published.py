@@ -12,6 +12,7 @@ import pytest
 from greenroom import study
 from greenroom.errors import TraceError, UnknownName, UsageError
 
+DAMAGED = "not a recording of this format|this npz file is damaged"
 EXPERTS = np.array([[[0, 3], [2, 1]], [[3, 1], [0, 2]], [[1, 2], [3, 0]]])  # 3 tokens, 2 layers
 WEIGHTS = np.arange(12).reshape(3, 2, 2) / 16
 
@@ -132,7 +133,7 @@ def test_flame_moe_has_a_file_for_each_layer(tmp_path: Path) -> None:
 def test_a_damaged_file_is_one_line(name: str, damage: str, tmp_path: Path) -> None:
     path, _ = write(tmp_path, name)
     path.write_text(damage)
-    with pytest.raises(TraceError, match="not a recording of this format") as caught:
+    with pytest.raises(TraceError, match=DAMAGED) as caught:
         study.load_published(name, tmp_path, experts=count(name))
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import overload
 
@@ -92,13 +92,11 @@ def simulate(
     """Simulate expert caches on a trace: each eviction policy at each cache capacity.
 
         results = greenroom.simulate("run.trace", ["lru", "auto", "opt"], ["10%", "25%", "50%"])
-        results                                # a table
-        results[0]["miss_ratio"]
+        results[0]["miss_ratio"]               # `results` prints as a table
         results.curves()["lru"]                # ([capacities], [miss ratios])
 
     trace: a file (`greenroom trace record`, or a published npz), or a `greenroom.trace.Trace`
-    policy: eviction policies: names (options follow a colon, as in
-        "moe-infinity:matching=request"), paths of files that define a `policy`, or `Policy` objects
+    policy: eviction policies: names (options follow a colon), files with a `policy`, or objects
     capacity: cache sizes in experts, or as shares of all experts: 64, "25%"
     order: the order of the accesses to experts: by token (natural, the default), by token and rank
         of the expert (rounds), or by forward pass (runtime, the default with a machine)
@@ -128,21 +126,22 @@ def simulate(
         expert_bytes=None if expert_bytes is None else str(expert_bytes),
         dense_bytes=None if dense_bytes is None else str(dense_bytes),
     )  # fmt: skip
-    if workers is not None and workers < 1:
-        raise UsageError(f"workers is {workers}: it must be at least 1")
     if machine is not None and not isinstance(machine, Machine):
         machine = Machine.load(Path(machine))
-    trace = data if limit is None else data.head(limit)
-    return _simulate(trace, list(policies.values()), config, machine, workers)
+    return _simulate(
+        data if limit is None else data.head(limit), policies.values(), config, machine, workers
+    )
 
 
 def _simulate(
     trace: Trace,
-    policies: Sequence[str | Policy],
+    policies: Iterable[str | Policy],
     config: SimulateConfig,
     machine: Machine | None,
     workers: int | None,
 ) -> Simulation:
+    if workers is not None and workers < 1:
+        raise UsageError(f"workers is {workers}: it must be at least 1")
     slots, ahead = (
         capacities(config.capacity, int(trace.offsets[-1])),
         requested_predictors(config, trace),

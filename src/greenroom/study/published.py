@@ -19,9 +19,11 @@ from greenroom.errors import GreenroomError, TraceError, UnknownName, UsageError
 from greenroom.json_file import parse
 from greenroom.study.libraries import load_library
 from greenroom.trace import Trace
+from greenroom.trace.npz import read_arrays
 from greenroom.trace.trace import MOST_EXPERTS, smallest_ids, starts_of
 
 LONGEST = 1 << 30  # bytes of a JSON file
+EVENTS = ("layer_index", "requested_expert_ids", "router_weights", "token_id")  # of an npz file
 SEQUENCE = 2048  # tokens of a sequence of FLAME-MoE's training
 
 
@@ -165,6 +167,12 @@ def _ids(values: Any) -> NDArray[Any]:
     return smallest_ids(array)
 
 
+def _halves(values: Any) -> NDArray[np.float16]:
+    """Convert gate weights to float16; beyond its range they are infinite."""
+    with np.errstate(over="ignore"):
+        return np.asarray(values, np.float64).astype(np.float16)
+
+
 def _moe_beyond(path: Path) -> Iterable[PublishedRequest]:
     """Read a CSV file of MoE-Beyond: a row for each layer and token, layers counted from 1."""
     with open(path, newline="", encoding="utf-8") as file:
@@ -183,24 +191,24 @@ def _fingerprinting(path: Path) -> Iterable[PublishedRequest]:
     def by_layer(field: str) -> list[list[Any]]:
         return [[each[f"layer_{layer}"][field] for layer in range(len(each))] for each in passes]
 
-    weights = np.array(by_layer("selected_probs"), np.float16)
+    weights = _halves(by_layer("selected_probs"))
     yield PublishedRequest(_ids(by_layer("selected_experts")), weights=weights)
 
 
 def _residency(path: Path) -> Iterable[PublishedRequest]:
     """Read a sequence of the OLMoE residency study: an event for each token and layer."""
-    with np.load(path, allow_pickle=False) as arrays:
-        layer = arrays["layer_index"]
-        layers = int(layer.max()) + 1
-        if not np.array_equal(layer, np.tile(np.arange(layers), layer.size // layers)):
-            raise ValueError("the events are not one for each token and layer")
-        ids = _ids(arrays["requested_expert_ids"])
-        weights = arrays["router_weights"].astype(np.float16)
-        yield PublishedRequest(
-            ids.reshape(-1, layers, ids.shape[1]),
-            weights=weights.reshape(-1, layers, ids.shape[1]),
-            token_ids=arrays["token_id"][::layers].astype(np.int32),
-        )
+    arrays = read_arrays(path, EVENTS)
+    layer, ids = arrays["layer_index"], _ids(arrays["requested_expert_ids"])
+    if layer.dtype.kind not in "iu" or not 0 <= layer.max() < layer.size or ids.ndim != 2:
+        raise ValueError("the events have no layers or no experts")
+    layers, top_k = int(layer.max()) + 1, ids.shape[1]
+    if not np.array_equal(layer, np.tile(np.arange(layers), layer.size // layers)):
+        raise ValueError("the events are not one for each token and layer")
+    yield PublishedRequest(
+        ids.reshape(-1, layers, top_k),
+        weights=_halves(arrays["router_weights"]).reshape(-1, layers, top_k),
+        token_ids=arrays["token_id"][::layers].astype(np.int32),
+    )
 
 
 def _expert_selection(path: Path) -> Iterable[PublishedRequest]:
@@ -234,7 +242,7 @@ def _flame(path: Path) -> Iterable[PublishedRequest]:
     for batches in zip(*layers, strict=True):
         ids, scores = ([_rows(batch.column(c)) for batch in batches] for c in columns)
         experts = _ids(np.stack(ids, axis=1))
-        weights = np.stack(scores, axis=1).astype(np.float16)
+        weights = _halves(np.stack(scores, axis=1))
         yield PublishedRequest(experts, prompt=len(experts), weights=weights)
 
 

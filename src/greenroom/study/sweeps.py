@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from greenroom.core.policy import Policy
 from greenroom.errors import UsageError
-from greenroom.sim.gap import gap_closed
 from greenroom.sim.simulation import Simulation, simulate
+from greenroom.study.gap import gap_closed
 from greenroom.study.tables import table
 from greenroom.trace import Trace
 
