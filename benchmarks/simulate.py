@@ -21,13 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from greenroom.core.stream import Stream
 from greenroom.policies import POLICIES, policy
-from greenroom.policies.opt import next_uses
 from greenroom.sim.curves import lru_curve
 from greenroom.sim.replay import replay
+from greenroom.study import save_oracle_general
 from greenroom.trace import load, stream
 
 THEIRS = {
@@ -43,18 +40,6 @@ THEIRS = {
 }
 # What the project promises: times libcachesim's rate.
 PROMISED = {"lru": 3.0, "fifo": 1.0, "lfu-in-cache": 1.0, "opt": 1.0}
-RECORD = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
-
-
-def write_oracle_general(requests: Stream, experts: int, path: Path) -> None:
-    """Write requests in libcachesim's fastest format: 24 bytes each, with the next use."""
-    records = np.zeros(requests.pieces.size, RECORD)
-    records["time"] = np.arange(requests.pieces.size) // 1000
-    records["id"] = requests.pieces + 1
-    records["size"] = 1
-    following = next_uses(requests.pieces, experts)
-    records["next"] = np.where(following < requests.pieces.size, following, -1)
-    records.tofile(path)
 
 
 def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -96,7 +81,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.oracleGeneral.bin"
-        write_oracle_general(requests, experts, file)
+        save_oracle_general(trace if args.tokens is None else trace.head(args.tokens), file)
         reader = libcachesim.TraceReader(str(file), libcachesim.TraceType.ORACLE_GENERAL_TRACE)
         few = stream(trace, "natural", 1)
         for name in args.policies:

@@ -12,8 +12,9 @@ import pytest
 import greenroom
 
 ROOT = Path(greenroom.__file__).parent
-PURE = ["config", "errors", "core", "policies", "predictors", "trace", "sim", "plan"]
+PURE = ["config", "errors", "core", "policies", "predictors", "trace", "sim", "plan", "study"]
 HEAVY = ["torch", "transformers", "numpy", "numba", "safetensors", "huggingface_hub"]
+EXTRA = ["pyarrow", "pandas", "matplotlib"]  # the extra `study`
 
 WITHOUT = """
 import sys
@@ -64,6 +65,11 @@ def test_pure_folders_import_without_torch() -> None:
 )
 def test_what_needs_no_model_imports_nothing_heavy(statement: str) -> None:
     python(LIGHT.format(statement=statement, heavy=HEAVY))
+
+
+def test_studies_import_their_libraries_when_they_are_used() -> None:
+    statement = "import greenroom; greenroom.simulate; from greenroom import study; study.sweep"
+    python(LIGHT.format(statement=statement, heavy=EXTRA))
 
 
 # Modules that a start of `greenroom run` does not need.

@@ -28,18 +28,11 @@ from greenroom.core.pieces import Ints
 from greenroom.core.stream import Stream
 from greenroom.policies import POLICIES, policy
 from greenroom.sim.replay import replay
-from greenroom.trace import Trace, load, stream
+from greenroom.study.gap import gap_closed, half_of
+from greenroom.trace import load, stream
 
 SHARES = (20, 40, 60)
 Cell = tuple[str, int, str]  # trace, % of all experts, pin
-
-
-def half_of(trace: Trace, half: str, seed: int | None) -> Trace:
-    """The requests for tuning or those for reporting, shuffled where there is a seed."""
-    chosen = np.arange(half == "report", trace.requests, 2)
-    if seed is not None:
-        chosen = np.random.default_rng(seed).permutation(chosen)
-    return trace.select(chosen)
 
 
 def measure(path: Path, args: argparse.Namespace, gaps: dict[str, dict[Cell, list[float]]]) -> None:
@@ -58,7 +51,7 @@ def measure(path: Path, args: argparse.Namespace, gaps: dict[str, dict[Cell, lis
             for pin in args.pin:
                 lru = misses("lru", pin)
                 for name in args.policies:
-                    gap = (lru - misses(name, pin)) / max(lru - floor, 1)
+                    gap = gap_closed(lru, misses(name, pin), floor)
                     gaps[name][path.stem, share, pin].append(gap)
                     where = f"{path.stem} {share} % pin {pin} order {seed or 'stored'}"
                     print(f"{where}: {name} {gap:.1%}", file=sys.stderr, flush=True)

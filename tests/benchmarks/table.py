@@ -264,4 +264,6 @@ ROWS = (
               ("ablation", "ratios", "settings", "zeta"))),
     Row("papers/gap.py", f"{RECORDED} --models olmoe-1b-7b --policies auto;random",
         ("pin step", "olmoe-1b-7b 20/40/60", "mean"), MATPLOTLIB, ("gap-none.md", "gap-step.md")),
+    Row("policies/check.py", "next-use --rules", ("keeps the rules",), kind="text"),
+    Row("policies/recordings.py", "--help", ("SHA-256",), kind="text"),  # clones are not here
 )  # fmt: skip

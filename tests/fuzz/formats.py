@@ -200,6 +200,28 @@ def read_trace(data: bytes, folder: Path) -> None:
         load(folder / "converted")
 
 
+def _published(name: str) -> Callable[[], list[bytes]]:
+    def make() -> list[bytes]:
+        from tests.study.test_published import WRITERS
+
+        return _written(WRITERS[name][0])
+
+    return make
+
+
+def read_published(name: str) -> Callable[[bytes, Path], None]:
+    """A reader of a published recording that is one file."""
+
+    def read(data: bytes, folder: Path) -> None:
+        from greenroom.study import FORMATS, load_published
+
+        file = saved("file.npz", data, folder).name
+        experts = 4 if FORMATS[name].experts is None else None
+        load_published(name, folder, files=[file], experts=experts)
+
+    return read
+
+
 # ---- JSON of our own
 
 
@@ -480,4 +502,12 @@ OWN = {
     "learned": Format(_learned, read_learned, safetensors, learned_join),
     "timeline": Format(_timelines, read_timeline, plain, plain_join),
     "segment": Format(_segments, read_prompt_segment, safetensors, safetensors_join),
+    "published-csv": Format(_published("moe-beyond"), read_published("moe-beyond")),
+    "published-npz": Format(
+        _published("olmoe-residency"), read_published("olmoe-residency"), members, members_join
+    ),
+    **{
+        f"published-{name}": Format(_published(name), read_published(name), plain, plain_join)
+        for name in ("expert-fingerprinting", "expert-selection")
+    },
 }

@@ -11,11 +11,14 @@ must not wait for Numba.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from greenroom.core.policy import Policy
 from greenroom.errors import UnknownName
 from greenroom.policies.arc import arc
 from greenroom.policies.fate import fate
 from greenroom.policies.fifo import fifo
+from greenroom.policies.helpers.policy_file import SUFFIX, load_policy
 from greenroom.policies.hobbit import hobbit
 from greenroom.policies.hybrimoe import hybrimoe
 from greenroom.policies.lcp import lcp
@@ -57,10 +60,14 @@ def choose(name: str, capacity: int, experts: int) -> Policy:
 def policy(name: str) -> Policy:
     """Return the named eviction policy; `auto` is the default policy, next-use.
 
-    Options follow a colon: `moe-infinity:matching=request,capacity=50`. Raises UnknownName, which
-    lists the valid names, for an unknown policy or option, and UsageError for a wrong value.
+    A name that ends in `.py` is the path of a file that defines a `policy`. Options follow a colon:
+    `moe-infinity:matching=request,capacity=50`. Raises UnknownName, which lists the valid names,
+    for an unknown policy or option, and UsageError for a wrong value or file.
     """
     base, colon, options = name.partition(":")
+    if base.endswith(SUFFIX):
+        loaded = load_policy(Path(base))
+        return loaded.with_options(options) if colon else loaded
     try:
         chosen = POLICIES[DEFAULT if base == "auto" else base]
     except KeyError:

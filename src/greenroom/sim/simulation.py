@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import overload
 
 from greenroom.config import SimulateConfig, check_keywords
 from greenroom.core.machine import Machine
+from greenroom.core.policy import Policy
 from greenroom.errors import UnknownName, UsageError
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import OFF
@@ -21,14 +22,14 @@ from greenroom.trace import Trace, load
 class Simulation(Sequence[Row]):
     """Results of a simulation: one dict for each policy, predictor and capacity.
 
-    The object is a sequence of dicts, as in `results[0]["miss_ratio"]` or
-    `pandas.DataFrame(list(results))`, and prints as a table. The dicts have the fields of
-    `greenroom simulate --json` (docs/simulate.md).
+    The object is a sequence of dicts, as in `results[0]["miss_ratio"]`, and prints as a table. The
+    dicts have the fields of `greenroom simulate --json` (docs/simulate.md). `greenroom.study.table`
+    makes an Arrow table of them.
     """
 
     def __init__(self, trace: Trace, rows: Sequence[Row]) -> None:
         """Store the results (`rows`) of a simulation of a trace."""
-        self._rows, self._experts = tuple(rows), int(trace.offsets[-1])
+        self.trace, self.experts, self._rows = trace, int(trace.offsets[-1]), tuple(rows)
         self._heading = trace_heading(trace, rows[0])
 
     def __len__(self) -> int:
@@ -62,17 +63,17 @@ class Simulation(Sequence[Row]):
         return curves
 
     def __repr__(self) -> str:
-        return rows_text(self._heading, *table_of(self._rows, self._experts))
+        return rows_text(self._heading, *table_of(self._rows, self.experts))
 
     def _repr_html_(self) -> str:
         """Show the table of simulation results in a notebook."""
-        return html_table(*table_of(self._rows, self._experts), caption=self._heading)
+        return html_table(*table_of(self._rows, self.experts), caption=self._heading)
 
 
 @check_keywords
 def simulate(
     trace: str | os.PathLike[str] | Trace,
-    policy: str | Sequence[str] = "auto",
+    policy: str | Policy | Sequence[str | Policy] = "auto",
     capacity: str | int | Sequence[str | int] = "25%",
     *,
     order: str | None = None,
@@ -91,12 +92,11 @@ def simulate(
     """Simulate expert caches on a trace: each eviction policy at each cache capacity.
 
         results = greenroom.simulate("run.trace", ["lru", "auto", "opt"], ["10%", "25%", "50%"])
-        results                                # a table
-        results[0]["miss_ratio"]
+        results[0]["miss_ratio"]               # `results` prints as a table
         results.curves()["lru"]                # ([capacities], [miss ratios])
 
     trace: a file (`greenroom trace record`, or a published npz), or a `greenroom.trace.Trace`
-    policy: eviction policies; options follow a colon, as in "moe-infinity:matching=request"
+    policy: eviction policies: names (options follow a colon), files with a `policy`, or objects
     capacity: cache sizes in experts, or as shares of all experts: 64, "25%"
     order: the order of the accesses to experts: by token (natural, the default), by token and rank
         of the expert (rounds), or by forward pass (runtime, the default with a machine)
@@ -117,35 +117,58 @@ def simulate(
     new processes, so a script that calls this function needs `if __name__ == "__main__"`.
     """
     data = trace if isinstance(trace, Trace) else load(Path(trace))
+    policies = _policies(policy)
     config = SimulateConfig(
-        policy=_join("policy", policy), capacity=_join("capacity", capacity), order=order,
+        policy=",".join(policies), capacity=_join("capacity", capacity), order=order,
         scope=scope, pin=pin, seed=seed, limit=limit, reset=reset,
         machine=None if machine is None else str(machine),
         prefetch=None if prefetch == OFF else _join("prefetch", prefetch), speculate=speculate,
         expert_bytes=None if expert_bytes is None else str(expert_bytes),
         dense_bytes=None if dense_bytes is None else str(dense_bytes),
     )  # fmt: skip
-    if workers is not None and workers < 1:
-        raise UsageError(f"workers is {workers}: it must be at least 1")
     if machine is not None and not isinstance(machine, Machine):
         machine = Machine.load(Path(machine))
-    return _simulate(data if limit is None else data.head(limit), config, machine, workers)
+    return _simulate(
+        data if limit is None else data.head(limit), policies.values(), config, machine, workers
+    )
 
 
 def _simulate(
-    trace: Trace, config: SimulateConfig, machine: Machine | None, workers: int | None
+    trace: Trace,
+    policies: Iterable[str | Policy],
+    config: SimulateConfig,
+    machine: Machine | None,
+    workers: int | None,
 ) -> Simulation:
-    policies = list(dict.fromkeys(split_names(config.policy or "")))
-    for name in policies:
-        named_policy(name)
+    if workers is not None and workers < 1:
+        raise UsageError(f"workers is {workers}: it must be at least 1")
     slots, ahead = (
         capacities(config.capacity, int(trace.offsets[-1])),
         requested_predictors(config, trace),
     )
     cells = [
-        Cell(name, size, config.pin, each) for name in policies for each in ahead for size in slots
+        Cell(each, size, config.pin, prefetch)
+        for each in policies
+        for prefetch in ahead
+        for size in slots
     ]
     return Simulation(trace, sweep(study_of(config, trace, machine), cells, workers=workers))
+
+
+def _policies(requested: str | Policy | Sequence[str | Policy]) -> dict[str, str | Policy]:
+    """Return the policies of a simulation by name; raises UsageError for two of one name."""
+    items = [requested] if isinstance(requested, str | Policy) else list(requested)
+    if not items:
+        raise UsageError("policy is an empty list: give at least one policy")
+    policies: dict[str, str | Policy] = {}
+    for item in items:
+        for each in split_names(item) if isinstance(item, str) else [item]:
+            name = each if isinstance(each, str) else each.name
+            if policies.setdefault(name, each) is not each and not isinstance(each, str):
+                raise UsageError(f"two policies are called {name}: give one of them another name")
+            if isinstance(each, str):
+                named_policy(each)
+    return policies
 
 
 def _join(what: str, value: str | int | Sequence[str | int]) -> str:

@@ -29,6 +29,7 @@ from greenroom.core.cache.scope import name_of
 from greenroom.core.cost import Costs
 from greenroom.core.home_devices import home_devices
 from greenroom.core.machine import Machine
+from greenroom.core.policy import Policy
 from greenroom.core.stream import Stream
 from greenroom.errors import UsageError
 from greenroom.policies import policy
@@ -49,16 +50,21 @@ Row = dict[str, Any]
 class Cell:
     """One combination of options in a simulation sweep.
 
-    policy:   name of the eviction policy
+    policy:   the eviction policy, or its name
     capacity: size of the cache in experts
     pin:      "step" protects the experts of the current step from eviction, "none" does not
     prefetch: name of the expert predictor, or "off"
     """
 
-    policy: str
+    policy: str | Policy
     capacity: int
     pin: str = "step"
     prefetch: str = OFF
+
+    @property
+    def policy_name(self) -> str:
+        """Return the name of the cell's eviction policy."""
+        return self.policy if isinstance(self.policy, str) else self.policy.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,7 @@ class Study(EventOptions):
         """
         if self.speculates:
             return self._with_drafts(cell).run(cell)
-        chosen = policy(cell.policy)
+        chosen = policy(cell.policy) if isinstance(cell.policy, str) else cell.policy
         options: Any = {
             "scope": self.scope, "pin": cell.pin, "seed": self.seed, "reset": self.reset,
         }  # fmt: skip

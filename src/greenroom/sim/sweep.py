@@ -43,15 +43,16 @@ def sweep(
                policies before it, number of all policies)
 
     Returns one row of results per cell, in their order. Long simulations with prefetching run in
-    new processes, so a script that calls this function needs `if __name__ == "__main__"`.
+    new processes, so a script that calls this function needs `if __name__ == "__main__"`; those of
+    a `Policy` object stay in this process.
     """
     workers = workers or os.cpu_count() or 1
-    kinds = {(cell.policy, cell.prefetch): cell for cell in reversed(cells)}
-    first = [cell for cell in cells if kinds[cell.policy, cell.prefetch] is cell]
+    kinds = {(cell.policy_name, cell.prefetch): cell for cell in reversed(cells)}
+    first = [cell for cell in cells if kinds[cell.policy_name, cell.prefetch] is cell]
     for number, cell in enumerate(first):
-        compiling(cell.policy, number, len(first))
+        compiling(cell.policy_name, number, len(first))
         study.warm(cell)
-    played = sum(cell.prefetch != OFF for cell in cells)
+    played = sum(map(_is_movable, cells))
     processes = min(workers, played) if study.requests.layer.size >= LONG else 1
     others = active_children()
     pools: list[Executor] = [ThreadPoolExecutor(workers, "greenroom-sweep")]
@@ -63,7 +64,7 @@ def sweep(
                     ProcessPoolExecutor(processes, get_context("spawn"), _init_worker, (study,))
                 )
             for i, cell in enumerate(cells):
-                if processes > 1 and cell.prefetch != OFF:
+                if processes > 1 and _is_movable(cell):
                     waiting[pools[-1].submit(_run_in_worker, cell)] = i
                 else:
                     waiting[pools[0].submit(study.run, cell)] = i
@@ -82,6 +83,11 @@ def sweep(
         raise
     _shut_down(pools)
     return [rows[i] for i in range(len(cells))]
+
+
+def _is_movable(cell: Cell) -> bool:
+    """Check whether a simulation gains from a process of its own, and its policy can go there."""
+    return cell.prefetch != OFF and isinstance(cell.policy, str)
 
 
 def _shut_down(pools: list[Executor], wait: bool = True) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import zipfile
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def read(path: Path) -> Trace:
     `experts_per_layer`); it may have `labels`, `weights` and `token_ids`. Raises TraceError if the
     file is no such recording.
     """
-    arrays = _arrays(path)
+    arrays = read_arrays(path, (*NEEDED, *OPTIONAL))
     if missing := [name for name in NEEDED if name not in arrays]:
         raise TraceError(
             f"{path}: this npz file is not a trace: the arrays {', '.join(missing)} are missing"
@@ -74,8 +75,8 @@ def read(path: Path) -> Trace:
     )
 
 
-def _arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Read the required and optional arrays of an npz recording, those that it has.
+def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Read arrays of an untrusted npz file by their names, those that it has.
 
     Raises TraceError if an array cannot be read.
     """
@@ -84,7 +85,7 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
             room = FREE + DENSEST * os.path.getsize(path)
             entries = {entry.filename: entry for entry in archive.infolist()}
             arrays = {}
-            for name in (*NEEDED, *OPTIONAL):
+            for name in names:
                 if (entry := entries.get(f"{name}.npy")) is not None:
                     room -= entry.file_size
                     arrays[name] = _array(archive, entry, room)

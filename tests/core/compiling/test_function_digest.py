@@ -107,6 +107,34 @@ def test_compiled_text_changes_the_digest(old: str, new: str) -> None:
     assert digest(SOURCE.replace(old, new)) != digest(SOURCE)
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "followed"),
+    [
+        ("__main__", None, True),  # a notebook
+        ("a_script", "/somewhere/a_script.py", True),
+        ("a_package", "/venv/lib/python3.11/site-packages/a_package.py", False),
+        ("a_library", f"{Path(ast.__file__).parent}/a_library.py", False),
+        ("built_in", None, False),
+    ],
+)
+def test_code_that_is_not_installed_is_followed(
+    name: str, file: str | None, followed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its content changes while its names and its package's version stay."""
+    digests = []
+    for source in (SOURCE, SOURCE.replace("x + SCALE", "x - SCALE")):
+        module = ModuleType(name)
+        if file is not None:
+            module.__file__ = file
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(compile(source, "<example>", "exec"), vars(module))
+        caller = ModuleType("greenroom_caller")
+        vars(caller)["compiled"] = vars(module)["compiled"]
+        exec("def call(x):\n    return compiled(x)", vars(caller))
+        digests.append(FunctionDigest.of(vars(caller)["call"]))
+    assert (digests[0] != digests[1]) == followed
+
+
 def test_copying_an_object_leaves_its_class_s_digest() -> None:
     """Copying and pickling leave a mark on the class."""
     module = ModuleType("greenroom_digest_example")

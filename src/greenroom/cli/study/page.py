@@ -42,7 +42,7 @@ def page(
     experts = int(trace.offsets[-1])
     least = 1 if study.scope == "shared" else trace.layers
     points = list(curve_capacities([cell.capacity for cell in cells], experts, least))
-    names = list(dict.fromkeys(cell.policy for cell in cells))
+    names = list(dict.fromkeys(cell.policy_name for cell in cells))
     needed = [Cell(name, n, config.pin) for name in names for n in points]
     results: dict[Cell, Row] = dict(zip(cells, rows, strict=True))
     lacking = [cell for cell in dict.fromkeys(needed) if cell not in results]

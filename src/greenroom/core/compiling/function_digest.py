@@ -1,9 +1,10 @@
 """A digest of everything that a function's compiled code depends on.
 
 The digest covers the function's instructions and constants, and the values of its names, followed
-through Greenroom's own functions, classes and tables. Comments, docstrings, annotations and line
-numbers do not change the digest. Objects of other packages are represented by their names; the
-caller adds the packages' versions.
+through the functions, classes and tables of Greenroom and of code that is not installed (notebooks,
+policies in files). Comments, docstrings, annotations and line numbers do not change the digest.
+Objects of installed packages are represented by their names; the caller adds the packages'
+versions.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
+import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -124,7 +128,7 @@ class FunctionDigest:
             self._put(text)
 
     def _is_own(self, module: str) -> bool:
-        return _package(module) in self._packages
+        return _package(module) in self._packages or not _is_installed(module)
 
     def _function(self, function: FunctionType) -> None:
         if not self._is_own(function.__module__):
@@ -166,6 +170,24 @@ class FunctionDigest:
 
 def _package(module: str) -> str:
     return module.partition(".")[0]
+
+
+def _is_installed(module: str) -> bool:
+    """Check whether a module belongs to Python or to an installed package.
+
+    The content of other modules may change while their names stay: a notebook's cells, a script.
+    """
+    if module == "__main__":
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is None or _is_installed_file(file)
+
+
+@cache
+def _is_installed_file(file: str) -> bool:
+    places = Path(file).parents
+    library = Path(os.__file__).parent
+    return library in places or any(p.name in ("site-packages", "dist-packages") for p in places)
 
 
 @cache
