@@ -233,7 +233,7 @@ class Watch:
         """Memory of the last quarter of each process's time over that of the second quarter."""
         found: dict[str, float] = {}
         for (name, pid), samples in self.memory.items():
-            if samples[-1][0] - samples[0][0] >= JUDGED_S:
+            if samples[-1][0] - samples[0][0] >= JUDGED_S and len(samples) >= 8:
                 sizes = [size for _, size in samples]
                 quarter = len(sizes) // 4
                 second = statistics.median(sizes[quarter : 2 * quarter])
@@ -242,8 +242,9 @@ class Watch:
 
 
 def name_of(process: psutil.Process) -> str:
+    """The name of a process, without the method that it runs now."""
     with suppress(psutil.Error, IndexError):
-        return process.cmdline()[0].split()[0]
+        return process.cmdline()[0].split()[0].partition(".")[0]
     return ""
 
 
@@ -347,7 +348,7 @@ def main() -> None:
         note("every question alone, then all clients")
         asyncio.run(load.run(args.clients, args.minutes * 60, watch))
     show(load)
-    print()
+    print(f"\n{len(load.wrong)} wrong answers")
     for outcome, count in load.outcomes.most_common():
         print(f"{count} answers: {outcome}")
     print(f"{watch.killed} replicas killed")
