@@ -174,11 +174,11 @@ def test_bits_and_decisions_are_those_of_routing_on_the_host(name, options, monk
 
 
 def test_a_resize_between_tokens_changes_no_bit(monkeypatch):
+    monkeypatch.setattr("greenroom.runtime.cuda.slots.SEGMENT_BYTES", 1)  # slots lie anywhere
     with (
         placed("qwen3_moe", monkeypatch, kernels="triton", capacity=24) as model,
         torch.inference_mode(),
     ):
-        monkeypatch.setattr("greenroom.runtime.cuda.slots.SEGMENT_BYTES", 1)
         stride = model.greenroom.setup.catalog.slot_bytes
         tokens, logits = ids(6, 1), []
         for sizes in ([24], [7, 24, 3]):
