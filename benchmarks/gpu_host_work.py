@@ -47,6 +47,7 @@ from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime import forward
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.kernels.triton import look_up, one_token, programs
+from greenroom.runtime.slots.tier import ABSENT
 
 SHAPE = Shape(hidden=256, inner=128, layers=8, experts=64, top_k=8)
 COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "launches", "layers hit",
@@ -72,7 +73,7 @@ def write_report(
 ) -> None:  # fmt: skip
     """Do what `look_up` does for the host."""
     number += 1
-    found = offsets[first + index[0]] >= 0
+    found = offsets[first + index[0]] > ABSENT
     report[:] = (number << 32) | (index[0] << 1) | found
 
 

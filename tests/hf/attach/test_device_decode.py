@@ -24,6 +24,7 @@ from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.forward import BINDING
 from greenroom.runtime.kernels.triton import TritonKernel
 from greenroom.runtime.kernels.triton.kernel import Launch
+from greenroom.runtime.slots.tier import ABSENT
 from greenroom.runtime.store.disk import Staging
 from tests.runtime.cuda.conftest import (
     _bfloat16_as_a_device_rounds_it,  # noqa: F401
@@ -140,7 +141,7 @@ def check_table(driver: Any) -> None:
     for expert, offset in enumerate(table.offsets.tolist()):
         slot = table.slot_of(expert)
         assert slot >= 0 or expert not in residents
-        assert offset == (-1 if slot < 0 else (slots.address(slot) - slots.address(0)) // 64)
+        assert offset == (ABSENT if slot < 0 else (slots.address(slot) - slots.address(0)) // 64)
         if slot < 0:
             continue
         again = DeviceSlots(Engine(), 1, slots.stride, 1)
@@ -173,11 +174,11 @@ def test_bits_and_decisions_are_those_of_routing_on_the_host(name, options, monk
 
 
 def test_a_resize_between_tokens_changes_no_bit(monkeypatch):
+    monkeypatch.setattr("greenroom.runtime.cuda.slots.SEGMENT_BYTES", 1)  # slots lie anywhere
     with (
         placed("qwen3_moe", monkeypatch, kernels="triton", capacity=24) as model,
         torch.inference_mode(),
     ):
-        monkeypatch.setattr("greenroom.runtime.cuda.slots.SEGMENT_BYTES", 1)
         stride = model.greenroom.setup.catalog.slot_bytes
         tokens, logits = ids(6, 1), []
         for sizes in ([24], [7, 24, 3]):

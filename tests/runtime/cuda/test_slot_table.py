@@ -11,6 +11,7 @@ import pytest
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
+from greenroom.runtime.slots.tier import ABSENT
 
 STRIDE = 128
 
@@ -50,7 +51,7 @@ def table(slots: DeviceSlots) -> SlotTable:
 def offsets(table: SlotTable, slots: DeviceSlots) -> list[int]:
     """The slot of each expert, by its offset on the device."""
     places = {(slots.address(n) - slots.address(0)) // 64: n for n in range(slots.capacity)}
-    found = [-1 if each < 0 else places[each] for each in table.offsets.tolist()]
+    found = [-1 if each == ABSENT else places[each] for each in table.offsets.tolist()]
     assert found == [table.slot_of(expert) for expert in range(4)]
     assert table.count == 4 - found.count(-1)
     return found

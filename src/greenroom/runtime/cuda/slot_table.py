@@ -17,6 +17,7 @@ import torch
 
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.slots import DeviceSlots
+from greenroom.runtime.slots.tier import ABSENT
 
 UNIT = 64  # bytes, in which offsets of slots are counted
 
@@ -27,7 +28,7 @@ class SlotTable:
     Callers hold one lock, or are the only thread.
 
     offsets: for each expert of the model, on the device: the offset of its slot from slot 0, in
-             units of 64 bytes; -1 if no slot has all of its bytes
+             units of 64 bytes; ABSENT if no slot has all of its bytes
     stream:  the stream on which kernels that read slots are launched
     """
 
@@ -36,7 +37,9 @@ class SlotTable:
         self.engine, self._slots, self._chunks = engine, slots, chunks
         self.stream: Any = engine.current_stream()
         with torch.inference_mode(False):  # threads of both modes write to it
-            self.offsets = torch.full((len(chunks),), -1, dtype=torch.int64, device=engine.device)
+            self.offsets = torch.full(
+                (len(chunks),), ABSENT, dtype=torch.int64, device=engine.device
+            )
         self._slot_of = [-1] * len(chunks)
         self._expert_in: dict[int, int] = {}  # complete experts, by slot
         self._awaited: dict[int, int] = {}  # chunks that have not arrived, by slot
@@ -72,7 +75,7 @@ class SlotTable:
         with self.engine.on_stream(self.stream):
             if expert >= 0 and self._slot_of[expert] == slot:
                 self._slot_of[expert] = -1
-                self.offsets[expert].fill_(-1)
+                self.offsets[expert].fill_(ABSENT)
             self._slots.mark_computed((slot,))
 
     def moved(self, source: int, target: int) -> None:

@@ -189,7 +189,8 @@ class DeviceSlots(SlotPool):
         try:
             while (first := self._end) < capacity:
                 count = min(each, capacity - first)
-                self._segments.append(self.engine.empty(count * self.stride))
+                with torch.inference_mode(False):  # other threads write to it
+                    self._segments.append(self.engine.empty(count * self.stride))
                 self._first_slots.append(first)
         except DeviceError:
             del self._segments[before:], self._first_slots[before:]

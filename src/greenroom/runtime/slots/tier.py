@@ -12,6 +12,8 @@ from greenroom.core.cache.scope import Scope
 from greenroom.core.layout import Copy, TensorSpec
 from greenroom.errors import DeviceError
 
+ABSENT = -(1 << 62)  # in place of a slot's offset from slot 0, which may be negative
+
 Sizes: TypeAlias = Callable[[int], list[int]]  # capacity -> slots of each pool
 
 

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from greenroom.runtime.kernels.triton.look_up import look_up
+from greenroom.runtime.slots.tier import ABSENT
 
 pytestmark = [
     pytest.mark.interpreted,
@@ -23,7 +24,7 @@ class LookUp:
 
     def __init__(self, top_k: int, index_type: torch.dtype = torch.int64) -> None:
         self.top_k, self._type = top_k, index_type
-        self.offsets = torch.full((FIRST + EXPERTS,), -1)
+        self.offsets = torch.full((FIRST + EXPERTS,), ABSENT)
         self.tiles, self.computed = torch.full((top_k, 4), 99), torch.full((top_k,), 99)
         self.order, self.report = torch.full((top_k, 2), 99), torch.zeros(top_k, dtype=torch.int64)
         self._number = torch.zeros(1, dtype=torch.int64)
@@ -41,10 +42,10 @@ class LookUp:
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_experts_in_slots_get_entries_and_the_host_hears_of_the_others(kind):
     lookup = LookUp(3, kind)
-    lookup.offsets[FIRST + 5], lookup.offsets[FIRST + 2] = 1000, 0
+    lookup.offsets[FIRST + 5], lookup.offsets[FIRST + 2] = -1000, 0
     lookup.offsets[0] = 7  # another layer's
     assert lookup([5, 0, 2]) == [(1, 5, 1), (1, 0, 0), (1, 2, 1)]
-    assert lookup.tiles.tolist() == [[1000, 5, 0, 1], [0, 0, 1, 0], [0, 2, 2, 1]]
+    assert lookup.tiles.tolist() == [[-1000, 5, 0, 1], [0, 0, 1, 0], [0, 2, 2, 1]]
     assert lookup.order.tolist() == [[1, 1], [2, 2], [0, 0]]  # by ascending expert
 
 
@@ -52,7 +53,10 @@ def test_a_second_look_up_leaves_out_what_was_computed():
     lookup = LookUp(3)
     lookup.offsets[FIRST + 5] = 10
     lookup([5, 0, 2])
-    lookup.offsets[FIRST + 5], lookup.offsets[FIRST + 2] = -1, 20  # 5 has lost its slot meanwhile
+    lookup.offsets[FIRST + 5], lookup.offsets[FIRST + 2] = (
+        ABSENT,
+        20,
+    )  # 5 has lost its slot meanwhile
     assert lookup([5, 0, 2], again=True) == [(2, 5, 1), (2, 0, 0), (2, 2, 1)]
     assert lookup.tiles[:, 3].tolist() == [0, 0, 1]
     lookup.offsets[FIRST] = 30

@@ -14,6 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from greenroom.runtime.slots import tier
+
+ABSENT = tl.constexpr(tier.ABSENT)
 UNKNOWN = ("first", "experts", "top_k")  # numbers that differ between layers: compiled once
 
 
@@ -24,7 +27,7 @@ def look_up(
 ):  # fmt: skip
     """Look up the slots of a token's experts `index` [top_k], in Triton.
 
-    offsets:  for each expert of the model, the offset of its slot in units of 64 bytes, or -1
+    offsets:  for each expert of the model, the offset of its slot in units of 64 bytes, or ABSENT
     tiles:    [top_k, 4], see `programs.py`; the entry of a choice is its rank
     computed: [top_k], whether a look-up for this token has found the expert
     order:    [top_k, 2], see `programs.combine`
@@ -38,8 +41,8 @@ def look_up(
     inside = k < top_k
     expert = tl.load(index + k, mask=inside, other=0).to(tl.int64)
     local = inside & (expert < experts)
-    offset = tl.load(offsets + first + expert, mask=local, other=-1)
-    hit = offset >= 0
+    offset = tl.load(offsets + first + expert, mask=local, other=ABSENT)
+    hit = offset > ABSENT
     entry = hit
     if AGAIN:
         before = tl.load(computed + k, mask=inside, other=0) > 0
