@@ -228,7 +228,7 @@ def test_a_trial_reads_nothing_and_leaves_no_trace() -> None:
 
 
 def test_predictors_and_policies_observe_a_batch_as_one_pass(monkeypatch: Any) -> None:
-    with served("qwen3_moe") as model:
+    with served("qwen3_moe", parts={"prefetch": "token"}) as model:
         passes_begun: list[PassStart] = []
         begin = model.greenroom.driver.begin_pass
         monkeypatch.setattr(

@@ -71,7 +71,7 @@ def test_a_resize_adds_and_drops_segments_and_moves_no_other(small_segments):
     assert [int(slots.bytes(slot)[0]) for slot in range(6)] == list(range(6))
     slots.trim(9)
     assert slots.address(8) == where[8]
-    with pytest.raises(DeviceError, match="between 1 and 20"):
+    with pytest.raises(DeviceError, match="between 0 and 20"):
         slots.trim(21)
 
 

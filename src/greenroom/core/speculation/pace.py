@@ -15,8 +15,9 @@ WEIGHT_LEFT = 1 - 1 / 256
 FIXED, EACH = 0.4, 0.25
 LEAST_S = 1e-9
 PRIOR = 0.5  # weight of each of the two passes that stand for this assumption
-# The first passes of several tokens may be slow, since memory is touched for the first time. Until
-# passes of this weight were recorded, one counts as at most so many times as long as expected.
+# The first passes of two tokens may be slow, since memory is touched for the first time. Until passes
+# of this weight were recorded, one counts as at most so many times as long as expected. Longer ones
+# cost too much to be tried again.
 ENOUGH, MOST_LONGER = 2.5, 1.25
 
 
@@ -40,7 +41,7 @@ class PassTimes:
             self._sums = [WEIGHT_LEFT * each for each in self._sums]
             self._one = seconds if self._one is None else self._one + NEWEST * (seconds - self._one)
             return
-        if self._one is not None and self._sums[0] < ENOUGH:
+        if tokens == 2 and self._one is not None and self._sums[0] < ENOUGH:
             seconds = min(seconds, MOST_LONGER * self.seconds(tokens))
         self._line = None
         new = 1.0, tokens, tokens * tokens, seconds, tokens * seconds
