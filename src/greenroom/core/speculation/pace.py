@@ -15,9 +15,9 @@ WEIGHT_LEFT = 1 - 1 / 256
 FIXED, EACH = 0.4, 0.25
 LEAST_S = 1e-9
 PRIOR = 0.5  # weight of each of the two passes that stand for this assumption
-# The first passes of two tokens may be slow, since memory is touched for the first time. Until passes
-# of this weight were recorded, one counts as at most so many times as long as expected. Longer ones
-# cost too much to be tried again.
+# The first passes of two tokens may be slow, since memory is touched for the first time. Until
+# passes of this weight were recorded, one counts as at most so many times as long as expected.
+# Longer ones cost too much to be tried again.
 ENOUGH, MOST_LONGER = 2.5, 1.25
 
 
