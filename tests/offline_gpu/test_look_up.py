@@ -22,7 +22,7 @@ TOP_K, EXPERTS = 8, 128
 @pytest.mark.offline_gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
-def test_it_compiles_once_for_all_layers_and_writes_whole_words(architecture):
+def test_the_look_up_compiles_once_for_all_layers_and_writes_whole_words(architecture):
     assert not triton.knobs.runtime.interpret, "run it by make check-gpu-offline"
     for again in (False, True):
         keys = set()
