@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_out, check_target
 from greenroom.cli.terminal.progress import Progress
-from greenroom.cli.trace.out import contents
+from greenroom.cli.trace.out import add_trace, contents
 
 HELP = "write a trace as Parquet, or for the cache simulator libCacheSim"
 
 
 def add_to(parser: Parser) -> None:
-    parser.add_argument(
-        "trace",
-        metavar="TRACE",
-        type=Path,
-        help="a trace, the journal of an unfinished recording, or an npz file",
-    )
+    add_trace(parser)
     parser.add_argument(
         "--format", choices=("parquet", "oracle-general"), required=True,
         help="parquet: a row for each token and layer. oracle-general: libCacheSim's binary format,"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress
-from greenroom.cli.trace.out import contents
+from greenroom.cli.trace.out import add_trace, contents
 from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,12 +21,7 @@ HELP = "show what a trace contains, and how local its routing is"
 
 
 def add_to(parser: Parser) -> None:
-    parser.add_argument(
-        "trace",
-        metavar="TRACE",
-        type=Path,
-        help="a trace, the journal of an unfinished recording, or an npz file",
-    )
+    add_trace(parser)
     parser.add_argument(
         "--segments", metavar="N[,N...]", default="4,16,64",
         help="lengths in tokens of the segments on which the locality measures SRP and SCH are"

@@ -1,11 +1,24 @@
-"""A line that describes the contents of a routing trace."""
+"""The trace that a command reads, and a line that describes it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from greenroom.cli.options.parser import Parser
 
 if TYPE_CHECKING:
     from greenroom.trace import Trace
+
+
+def add_trace(parser: Parser) -> None:
+    """Add the argument that names a trace, of any form that can be read."""
+    parser.add_argument(
+        "trace",
+        metavar="TRACE",
+        type=Path,
+        help="a trace, the journal of an unfinished recording, or an npz file",
+    )
 
 
 def contents(trace: Trace) -> str:

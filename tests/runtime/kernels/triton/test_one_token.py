@@ -58,8 +58,8 @@ def sums(layer: LayerExperts, slot: int, weight: WeightSpec, x: torch.Tensor) ->
     matrix = TritonMatrix.of(layer, weight)
     assert step.one
     assert matrix.group
-    step.launch(tiles, matrix, x, None, out, columns, outputs, segment=1)
-    step.launch(tiles, matrix, x, None, out, columns, outputs, segment=2)
+    step.projection(tiles, matrix, None, out, columns, outputs, segment=1).start(x)
+    step.projection(tiles, matrix, None, out, columns, outputs, segment=2).start(x)
     return out[0].double() / 2
 
 

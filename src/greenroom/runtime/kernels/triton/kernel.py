@@ -184,36 +184,15 @@ class TritonStep(base.KernelStep):
                 self.sums = torch.empty_like(out, dtype=torch.float32)
             out = self.sums
         assert self.tokens is not None
-        self.launch(
-            *(tiles, plan.up, self.x, layer.up_bias, act if mid is None else mid),
+        self.projection(
+            *(tiles, plan.up, layer.up_bias, act if mid is None else mid),
             *(layer.hidden, layer.inner, plan.activation, self.tokens),
-        )
+        ).start(self.x)
         if mid is not None:  # for all entries: rows of other groups are written again later
             act.copy_(layer.activate(mid))
         bias = layer.down_bias if segment == 0 else None
-        self.launch(*(tiles, plan.down, act, bias, out, layer.inner, layer.hidden), segment=segment)
-
-    def launch(
-        self,
-        tiles: Tensor,
-        matrix: TritonMatrix,
-        x: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        inputs: int,
-        outputs: int,
-        activation: Activation | None = None,
-        tokens: Tensor | None = None,
-        segment: int = 0,
-    ) -> None:
-        """Launch one projection of an expert group's tiles on the GPU.
-
-        The up projection has an `activation`, and `tokens`: the index in x of each entry's token.
-        The down projection has neither; for a `segment`, its sums are stored in float32.
-        """
-        self.projection(
-            tiles, matrix, bias, out, inputs, outputs, activation, tokens, segment
-        ).start(x)
+        down = tiles, plan.down, bias, out, layer.inner, layer.hidden
+        self.projection(*down, segment=segment).start(act)
 
     def projection(
         self,
@@ -227,9 +206,12 @@ class TritonStep(base.KernelStep):
         tokens: Tensor | None = None,
         segment: int = 0,
     ) -> Launch:
-        """Return the launch of one projection, whose first argument is its input.
+        """Return the launch of one projection of a group's tiles.
 
-        The arguments are those of `launch`.
+        Its first argument is the projection's input.
+
+        The up projection has an `activation`, and `tokens`: the index in x of each entry's token.
+        The down projection has neither; for a `segment`, its sums are stored in float32.
         """
         up, layer, (m, n, k, warps) = activation is not None, self.layer, self.sizes
         applied, gated = activation or Activation(), activation is not None and layer.has_gate
