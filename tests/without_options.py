@@ -1,8 +1,9 @@
 """Each option of the scheduler can be deleted: `make without-options`.
 
-For each option the project is copied without the option's files, tests and lines in the table.
-Linting, types, import rules and the tests must pass in the copy; tests that need the option skip
-themselves (tests/options.py). TESTS="tests/core tests/cli" runs only these folders.
+For each option, and for all of them together, the project is copied without the option's files,
+tests and lines in the table. Linting, types, import rules and tests must pass in the copy; tests
+that need the option skip themselves (tests/options.py). A copy without one option runs the tests of
+CORE, the copy without all those of TESTS ("tests/core tests/cli"), or of all folders.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = Path("src/greenroom/core/options")
 KERNELS = Path("src/greenroom/runtime/kernels/native/lib")  # built, so not tracked
 # As `make test` has them.
-LEFT_OUT = ("slow", "bench_smoke", "process", "interpreted", "portable")
+LEFT_OUT = ("slow", "bench_smoke", "process", "interpreted", "portable", "browser", "ray",
+            "offline_gpu")  # fmt: skip
+CORE = ("tests/config", "tests/core", "tests/sim")
 MARKED = ("-m", " and ".join(f"not {marker}" for marker in LEFT_OUT))
 TABLE = Path("src/greenroom/core/config/scheduler.py")
 
@@ -29,8 +33,8 @@ def names() -> list[str]:
     return sorted(each.stem for each in (ROOT / OPTIONS).glob("[!_]*.py"))
 
 
-def copy_without(name: str, folder: Path) -> None:
-    """Copy the tracked and the new files of the project, without one option."""
+def copy_without(left_out: Sequence[str], folder: Path) -> None:
+    """Copy the tracked and the new files of the project, without some options."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     files = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for each in filter(None, files.split("\0")):
@@ -38,24 +42,24 @@ def copy_without(name: str, folder: Path) -> None:
             (folder / each).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / each, folder / each)
     shutil.copytree(ROOT / KERNELS, folder / KERNELS)
-    (folder / OPTIONS / f"{name}.py").unlink()
-    (folder / OPTIONS / f"rules/{name}.py").unlink()
-    (folder / f"tests/core/options/test_{name}.py").unlink(missing_ok=True)
     table = (folder / TABLE).read_text()
-    imported = re.search(rf"^from greenroom\.core\.options\.{name} import (\w+)\n", table, re.M)
-    assert imported is not None
-    table = table.replace(imported[0], "").replace(f"    {imported[1]},\n", "")
-    assert imported[1] not in table
+    for name in left_out:
+        (folder / OPTIONS / f"{name}.py").unlink()
+        (folder / OPTIONS / f"rules/{name}.py").unlink()
+        (folder / f"tests/core/options/test_{name}.py").unlink(missing_ok=True)
+        imported = re.search(rf"^from greenroom\.core\.options\.{name} import (\w+)\n", table, re.M)
+        assert imported is not None
+        table = table.replace(imported[0], "").replace(f"    {imported[1]},\n", "")
+        assert imported[1] not in table
     (folder / TABLE).write_text(table)
 
 
-def check(folder: Path) -> int:
+def check(folder: Path, tests: Sequence[str]) -> int:
     """Run the checks in a copy; the exit code of the first that fails, or 0."""
     python = sys.executable
     environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
     if (ROOT / ".mypy_cache").is_dir():  # unchanged files are not checked again
         shutil.copytree(ROOT / ".mypy_cache", folder / ".mypy_cache")
-    tests = os.environ.get("TESTS", "tests").split()
     for command in (
         [python, "-m", "ruff", "check", "."],
         [python, "-m", "mypy"],
@@ -73,11 +77,12 @@ def check(folder: Path) -> int:
 
 
 def main() -> int:
-    for name in names():
-        print(f"without {name}:", flush=True)
+    everything = os.environ.get("TESTS", "tests").split()
+    for left_out in (*((name,) for name in names()), tuple(names())):
+        print(f"without {', '.join(left_out)}:", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            copy_without(name, Path(folder))
-            if code := check(Path(folder)):
+            copy_without(left_out, Path(folder))
+            if code := check(Path(folder), CORE if len(left_out) == 1 else everything):
                 return code
     return 0
 

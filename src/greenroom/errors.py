@@ -16,7 +16,7 @@ GreenroomError            base class: a message of one line, which commands prin
 +-- PredictorError        a predictor that is damaged, or made for another model
 +-- StoreError            reading an expert failed while answering (its cause is the disk's error)
 |   +-- CheckpointChanged  a file of the checkpoint changed while the model was in use
-+-- DeviceError           the GPU failed, or memory for experts could not be allocated
++-- DeviceError           the GPU failed, or the system refused memory or a thread
 +-- Interrupted           a forward pass was stopped, because nobody waits for its result
 +-- ProfileError          a machine profile that is damaged, or of another version
 +-- OutputError           a file could not be written (disk full, no permission)
@@ -116,7 +116,7 @@ class CheckpointChanged(StoreError):
 
 
 class DeviceError(GreenroomError):
-    """The GPU or another device failed, or memory for experts could not be allocated."""
+    """The GPU or another device failed, or the operating system refused memory or a thread."""
 
 
 class Interrupted(GreenroomError):

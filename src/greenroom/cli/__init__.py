@@ -18,6 +18,7 @@ from greenroom.cli.options.parser import Parser, add_commands
 from greenroom.environment import check_platform, limit_spinning, request_large_pages
 from greenroom.errors import GreenroomError, VerifyError
 from greenroom.interrupts import INTERRUPTED, InterruptWatch, mark_caught
+from greenroom.refusals import name_refusals
 
 DESCRIPTION = "Run Mixture-of-Experts language models that are larger than memory."
 
@@ -83,7 +84,8 @@ def _outcome(argv: list[str] | None) -> tuple[int, str | None]:
         args = parser().parse_args(arguments, argparse.Namespace(command_line=arguments))
         if args.command is not None:
             check_platform()
-        code = int(args.main(args) or 0)
+        with name_refusals():
+            code = int(args.main(args) or 0)
         sys.stdout.flush()  # a full disk shows here, and not when Python ends
         return code, None
     except VerifyError as error:

@@ -9,6 +9,7 @@ import anthropic
 import ollama
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import NAME, Running, fake_engine, launch
 
@@ -70,3 +71,19 @@ def test_other_models_are_refused(server: Running, path: str) -> None:
         response.text
     )
     assert server.get("/v1/models/poems").status_code == 404
+
+
+def test_log_and_metrics_name_the_adapter(server: Running) -> None:
+    def answers() -> dict[str, float]:
+        return {
+            sample.labels["model"]: sample.value
+            for family in text_string_to_metric_families(server.get("/metrics").text)
+            for sample in family.samples
+            if sample.name == "greenroom_queue_seconds_count"
+        }
+
+    before, count = answers(), len(server.lines)
+    assert list(before) == MODELS
+    server.post("/v1/chat/completions", {"model": "math", "messages": ASKED})
+    assert answers() == {**before, "math": before["math"] + 1}
+    assert " 200 · math · " in server.line(count + 1)

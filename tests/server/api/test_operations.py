@@ -80,8 +80,8 @@ def test_metrics_count_answers(serve: Serve) -> None:
     assert metrics["greenroom_tokens_total", (("kind", "prompt"),)] == prompt
     assert metrics["greenroom_tokens_total", (("kind", "reused"),)] == 4
     assert metrics["greenroom_tokens_total", (("kind", "new"),)] == sum(sent_tokens)
-    assert metrics["greenroom_ttft_seconds_count", ()] == 2
-    assert metrics["greenroom_tpot_seconds_count", ()] == 2
+    assert metrics["greenroom_ttft_seconds_count", (("model", NAME),)] == 2
+    assert metrics["greenroom_tpot_seconds_count", (("model", NAME),)] == 2
     assert metrics["greenroom_up", ()] == 1
     assert metrics["greenroom_model_info", (("model", NAME),)] == 1
 

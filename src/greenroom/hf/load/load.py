@@ -25,6 +25,7 @@ from greenroom.hf.load.choices import complete_setup, requested_setup
 from greenroom.hf.load.describe import Description
 from greenroom.hf.load.resolve import resolve
 from greenroom.hf.pictures.memory import picture_bytes
+from greenroom.refusals import name_refusals
 from greenroom.runtime.memory.system import gc_paused
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def load_with(
     """
     if warning := late_import_warning():
         log.warning("%s", warning)
-    with gc_paused():
+    with gc_paused(), name_refusals():
         progress(0.0, "reading the checkpoint's index")
         if config.repack is not None:
             from greenroom.hf.pack.repack import repacked

@@ -63,17 +63,20 @@ class Copier:
         self._queues: dict[tuple[int, int], SimpleQueue[StartChunk | None]] = {
             (link, lane): SimpleQueue() for link, count in enumerate(lanes) for lane in range(count)
         }
-        self._threads = [
-            threading.Thread(
-                target=self._run_lane,
-                args=(queue, Staging()),
-                name=f"greenroom-{link}-{lane}",
-                daemon=True,
-            )
-            for (link, lane), queue in self._queues.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for (link, lane), queue in self._queues.items():
+                thread = threading.Thread(
+                    target=self._run_lane,
+                    args=(queue, Staging()),
+                    name=f"greenroom-{link}-{lane}",
+                    daemon=True,
+                )
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:  # the system refuses a thread
+            self.close()
+            raise
 
     def start(self, action: StartChunk) -> None:
         self._queues[action.link, action.lane].put(action)

@@ -26,7 +26,7 @@ from greenroom.core.events import (
     Routed,
     StartChunk,
     Trim,
-)
+)  # fmt: skip
 from greenroom.core.predictor import LayerRouting, PassStart
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
@@ -54,8 +54,9 @@ class Driver:
 
     A step is one MoE layer of a forward pass. `foresight` predicts experts unless all have slots,
     with `predict_in_worker` in a thread of its own; `guard` stops prefetching while it does not
-    pay; with two links, chunks pass through `host_memory`. After an exception in the scheduler the
-    contents of slots are unknown: the driver is broken, callers get ClosedError."""
+    pay; with two links, chunks pass through `host_memory`. The driver closes `store`, `slots` and
+    `host_memory`. After an exception in the scheduler the contents of slots are unknown: the driver
+    is broken, callers get ClosedError."""
 
     def __init__(
         self,
@@ -82,18 +83,29 @@ class Driver:
         self.links, self._store, self.host_memory = links, store, host_memory
         self._actions = ActionQueue()
         self._lock, self._changed = self._actions.lock, self._actions.changed
-        self.predictions = Predictions(
-            foresight, guard, self._actions, self.meter, lambda: self.all_have_slots, self._handle,
-            worker=predict_in_worker,
-        )  # fmt: skip
         self._step_lock = FairLock()
         self._error: Failure | None = None  # of the current step
         self._overlapped_work: Callable[[], None] | None = None
         self._pass, self._layer, self._request, self._prefill = -1, pieces.layers, 0, False
         self._pass_start: tuple[float, float, int] | None = None  # time, stall_s, tokens
         self._chunk_starts: dict[tuple[int, int], float] = {}  # time by (link, lane)
-        self._host = HostWorker(self.meter) if any(o.uses_host for o in scheduler.options) else None
-        self._copier = Copier(store, slots, scheduler.view.lanes, self._on_delivery, host_memory)
+        self._host: HostWorker | None = None
+        with contextlib.ExitStack() as opened:  # a refused thread ends those before it
+            for each in (host_memory, slots, store):
+                if each is not None:
+                    opened.callback(each.close)
+            if any(option.uses_host for option in scheduler.options):
+                self._host = HostWorker(self.meter)
+                opened.callback(self._host.close)
+            lanes = scheduler.view.lanes
+            self._copier = Copier(store, slots, lanes, self._on_delivery, host_memory)
+            opened.callback(self._copier.close)
+            self.predictions = Predictions(
+                foresight, guard, self._actions, self.meter, lambda: self.all_have_slots,
+                self._handle, worker=predict_in_worker,
+            )  # fmt: skip
+            opened.callback(self.predictions.close)
+            self._opened = opened.pop_all()
 
     def begin_pass(self, at: PassStart) -> None:
         """Begin a forward pass of the model: start its clock and predict its experts."""
@@ -390,11 +402,4 @@ class Driver:
         with self._step_lock:
             if not self._actions.closed:
                 self._actions.closed = True
-                self.predictions.close()
-                self._copier.close()
-                if self._host is not None:
-                    self._host.close()
-                self._store.close()
-                self.slots.close()
-                if self.host_memory is not None:
-                    self.host_memory.close()
+                self._opened.close()

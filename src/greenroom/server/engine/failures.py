@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from greenroom.errors import DeviceError, GreenroomError
+from greenroom.refusals import refusal_of
 
 PASSES_THROUGH = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 
@@ -27,16 +28,16 @@ class RequestFailed(GreenroomError):
 def as_error(error: BaseException) -> GreenroomError:
     """Convert an exception of any type to a GreenroomError.
 
-    A GreenroomError is returned unchanged, a MemoryError becomes a DeviceError, and any other
-    exception becomes a RequestFailed whose message has only the exception's type.
+    A GreenroomError is returned unchanged, memory or a thread that the system refuses becomes a
+    DeviceError, and any other exception becomes a RequestFailed whose message has only the
+    exception's type.
     """
     if isinstance(error, GreenroomError):
         return error
+    failure: GreenroomError | None = refusal_of(error)
     if isinstance(error, MemoryError):
-        failure: GreenroomError = DeviceError(
-            "there is not enough memory for the request: shorten it"
-        )
-    else:
+        failure = DeviceError("there is not enough memory for the request: shorten it")
+    if failure is None:
         failure = RequestFailed(f"the request failed in the server ({type(error).__name__})")
     failure.__cause__ = error
     return failure

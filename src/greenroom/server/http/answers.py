@@ -105,6 +105,8 @@ class AnswerStream:
         self.request_id = record.id
         self.prompt_tokens = record.prompt_tokens = sum(map(len, job.prompts))
         self._service, self._record, self._loop = service, record, loop
+        if len(service.models) > 1:
+            record.model = service.models[variant]
         if (pictures := job.pictures) is not None and dialogue.pictures is not None:
             service.pixels.take(record, pictures.nbytes, dialogue.pictures.waiting_bytes)
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -156,7 +158,8 @@ class AnswerStream:
     def _post_event(self, index: int, event: Event) -> None:
         """Queue an event of an answer. Called in the engine's thread."""
         if isinstance(event, Finished):
-            self._service.metrics.observe_answer(event)
+            model = self._service.models[self.variant]
+            self._service.metrics.observe_answer(event, model)
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 

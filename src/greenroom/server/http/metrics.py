@@ -5,7 +5,7 @@ Names of metrics end in their unit. The engine's statistics are read for each sc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -23,25 +23,33 @@ QUEUED_S = (0.001, 0.01, 0.1, 1, 10, 100)
 
 
 class Metrics:
-    """Prometheus metrics of one server and its engine, in their own registry."""
+    """Prometheus metrics of one server and its engine, in their own registry.
+
+    `models` are the names of the model and of its adapters.
+    """
 
     CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, engine: ContinuousEngine, model: str) -> None:
+    def __init__(self, engine: ContinuousEngine, models: Sequence[str]) -> None:
         self._registry = CollectorRegistry()
         self._ttft, self._tpot, self._queued = (
-            Histogram(f"greenroom_{name}_seconds", text, buckets=bounds, registry=self._registry)
+            Histogram(
+                f"greenroom_{name}_seconds", text, ["model"],
+                buckets=bounds, registry=self._registry,
+            )
             for name, text, bounds in TIMES
-        )
-        self._registry.register(EngineCollector(engine, model))
+        )  # fmt: skip
+        for each in models:  # a model without answers has zeros
+            self._ttft.labels(each), self._tpot.labels(each), self._queued.labels(each)
+        self._registry.register(EngineCollector(engine, models[0]))
 
-    def observe_answer(self, finished: Finished) -> None:
-        """Add an ended answer's times to the histograms. Any thread may call this method."""
-        self._queued.observe(finished.queued_s)
+    def observe_answer(self, finished: Finished, model: str) -> None:
+        """Add an ended answer's times to its model's histograms. Any thread may call this."""
+        self._queued.labels(model).observe(finished.queued_s)
         if finished.ttft_s is not None:
-            self._ttft.observe(finished.ttft_s)
+            self._ttft.labels(model).observe(finished.ttft_s)
         if (tpot := tpot_s(finished)) is not None:
-            self._tpot.observe(tpot)
+            self._tpot.labels(model).observe(tpot)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format.

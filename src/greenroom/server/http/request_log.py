@@ -32,6 +32,7 @@ class RequestRecord:
     finished: list[Finished] = field(default_factory=list)
     reason: str | None = None
     body_bytes: int = 0
+    model: str | None = None  # where the server has several
     at_end: list[Callable[[], object]] = field(default_factory=list)
     error: str | None = None
 
@@ -54,6 +55,8 @@ class RequestRecord:
             "status": self.status,
             "duration_s": round(time.monotonic() - self.began, 4),
         }
+        if self.model is not None:
+            facts["model"] = self.model
         if self.finished:
             facts |= self._answers()
         if self.error is not None:
@@ -149,7 +152,7 @@ def _now() -> str:
 
 def _text(facts: dict[str, object]) -> str:
     head = "{time} {id} {method} {path} {status}".format(**facts)
-    parts = []
+    parts = [str(facts["model"])] if "model" in facts else []
     if "new_tokens" in facts:
         reused = f" ({facts['reused_tokens']} reused)" if facts["reused_tokens"] else ""
         parts += [f"{facts['prompt_tokens']} prompt{reused} + {facts['new_tokens']} new tokens"]

@@ -45,7 +45,7 @@ class Service:
         self.engine, self.config, self.name, self.key = engine, config, name, key
         self.models = name, *adapters  # by the number of the variant
         self.log = log or RequestLog(config.log_format)
-        self.metrics = Metrics(engine, name)
+        self.metrics = Metrics(engine, self.models)
         self.created = int(time.time())
         nbytes = Amount.parse(config.max_body, "--max-body").nbytes
         assert nbytes is not None  # ServeConfig has checked it

@@ -9,61 +9,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import cycle, islice
-from typing import Any
 
 import httpx2
 import psutil
 import pytest
 
+from tests.attacks.attacks import ASKED, hostile_requests
 from tests.cli.test_serve import served
 
 HOSTILE_REQUESTS = 50
 MEMORY = 880 << 20  # a little over the least that the demo model can be served with
-ASKED: Any = [{"role": "user", "content": "Hello"}]
-LONG = "word " * 800_000  # about as much as a body may have
-FUNCTION: Any = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(9)}}
-
-
-def hostile() -> list[tuple[str, Any]]:
-    """(path, body) of many kinds. None asks for more answers or tokens than it may: who does so
-    is a client like others, and waits with them."""
-    chat, text, message = "chat/completions", "completions", "messages"
-    asks: dict[str, Any] = {"model": "demo", "messages": ASKED}
-
-    def schema(of: Any) -> tuple[str, Any]:
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": of}}
-        return chat, {**asks, "response_format": form, "max_tokens": 20}
-
-    tools = [{"type": "function", "function": {"name": f"t{i}", "parameters": FUNCTION}}
-             for i in range(120)]  # fmt: skip
-    return [
-        (chat, {**asks, "messages": [{"role": "user", "content": LONG}]}),
-        (chat, {**asks, "messages": [{"role": "user", "content": ""}] * 16_000}),
-        (chat, {**asks, "messages": [{"role": "user", "content": ""}] * 100_000}),
-        (text, {"model": "demo", "prompt": LONG}),
-        (text, {"model": "demo", "prompt": ["a" * 30_000] * 128}),
-        (text, {"model": "demo", "prompt": [3] * 200_000}),
-        (text, {"model": "demo", "prompt": "\u00e4\U0001f331" * 500_000}),
-        (text, {"model": "demo", "prompt": "x", "n": 128, "best_of": 128}),
-        (text, {"model": "demo", "prompt": "x", "temperature": 3e-38, "max_tokens": 20}),
-        (text, {"model": "demo", "prompt": "x", "repetition_penalty": 5e-324}),
-        (text, {"model": "demo", "prompt": "x", "user": LONG}),
-        (text, {"model": "demo", "prompt": "x", "logit_bias": {str(i): 100 for i in range(300)},
-                "logprobs": 20, "max_tokens": 20}),
-        (message, {**asks, "max_tokens": 5, "system": LONG}),
-        ("messages/count_tokens",
-         {"model": "demo", "messages": [{"role": "user", "content": LONG}]}),
-        ("responses", {"model": "demo", "input": LONG}),
-        schema({"type": "object", "properties": dict.fromkeys(map(str, range(15_000)), True)}),
-        schema({"type": "object", "properties": dict.fromkeys(map(str, range(990)), True)}),
-        schema({"$ref": "#"}),
-        schema({"type": "string", "pattern": "(a|b)*a(a|b){400}"}),
-        schema({"type": "string", "pattern": "a{1000000}"}),
-        schema({"enum": ["x" * 16_000]}),
-        schema({"enum": list(range(100_000))}),
-        schema({"x": [[]] * 15_000}),
-        (chat, {**asks, "tools": tools, "tool_choice": "required"}),
-    ]  # fmt: skip
 
 
 def first_token_s(client: httpx2.Client, url: str, pid: int) -> float:
@@ -124,7 +79,7 @@ def test_a_storm_of_hostile_clients_neither_delays_a_good_one_nor_exceeds_the_bu
                 ).status_code
             return 0
 
-        requests = [(path, json.dumps(body).encode()) for path, body in hostile()]
+        requests = [(path, json.dumps(body).encode()) for path, body in hostile_requests()]
         storm = [threads.submit(send, each) for each in islice(cycle(requests), HOSTILE_REQUESTS)]
         during = []
         while not all(each.done() for each in storm):

@@ -1,0 +1,1 @@
+"""Attacks on a real server: it answers, refuses in one line, and goes on."""

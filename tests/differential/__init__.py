@@ -1,0 +1,1 @@
+"""Two ways to the same result, compared on random inputs until a bound: `make soak`."""

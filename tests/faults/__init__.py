@@ -1,0 +1,1 @@
+"""Every operation on files, memory and threads fails in turn: `make faults`."""
