@@ -7,20 +7,27 @@ a command. Its second run in the same folder must have the right result, whateve
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import hashlib
 import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from greenroom.cli import main
+from greenroom.core.cost import Link
+from greenroom.core.machine import Machine, Processor, Route, Table
 from greenroom.errors import GreenroomError
 from greenroom.trace import load as load_trace
 from tests.hub_server import HubServer, use
@@ -53,8 +60,11 @@ class Scenario:
     spared: tuple[str, ...] = ()
 
 
-def command(*argv: object) -> str:
-    """Run a command in this process; what it printed. Refused with its line if it fails."""
+def command(*argv: object, logs: bool = False) -> str:
+    """Run a command in this process; what it printed. Refused with its line if it fails.
+
+    A traceback is a mistake, unless the command `logs` what happened to a request.
+    """
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([str(each) for each in argv])
@@ -62,7 +72,7 @@ def command(*argv: object) -> str:
         return out.getvalue()
     shown = [line for line in err.getvalue().splitlines() if line.startswith("greenroom: ")]
     assert len(shown) == 1, f"exit code {code} with these lines:\n{err.getvalue()}"
-    assert "Traceback" not in err.getvalue(), err.getvalue()
+    assert logs or "Traceback" not in err.getvalue(), err.getvalue()
     raise Refused(shown[0].removeprefix("greenroom: "))
 
 
@@ -93,7 +103,7 @@ def add_gguf(root: Path) -> None:
 
 def add_pack(root: Path) -> None:
     add_model(root)
-    command("pack", root / "model", root / "pack", "--experts", "int8")
+    command("pack", root / "model", "-o", root / "pack", "--experts", "int8")
 
 
 def answer(model: Path) -> Any:
@@ -109,12 +119,23 @@ def answer_with_history(root: Path) -> Any:
         return answer(root / "model")
 
 
+def add_machine(root: Path) -> None:
+    """A model, and a machine with a disk of 1 GB/s that computes an expert in a millisecond."""
+    add_model(root)
+    table = Table((1_000_000,), (1,), ((0.001,),))
+    disk, host = Route("disk", "host", Link(1e9, 0.0, 2)), Processor("cpu", "host", table, table)
+    profile = Machine((disk,), (host,))
+    (root / "machine.json").write_text(json.dumps(profile.as_json()))
+
+
 def tune(root: Path) -> None:
     """Measure a run's settings, and store the best."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(root / "work" / "cache"))
         patch.setenv("GREENROOM_LEARNED", "on")
-        command("tune", root / "model", "--cache", "25%")
+        short = ("--rounds", 1, "--tokens", 16, "--seconds", 1, "--kernels", "eager")
+        machine = ("--machine", root / "machine.json")
+        command("tune", root / "model", "--cache", "25%", *short, *machine)
 
 
 def verdict(root: Path) -> Any:
@@ -128,7 +149,7 @@ def verdict(root: Path) -> Any:
 def pack(root: Path) -> None:
     out = root / "work" / "pack"
     if not out.exists():
-        command("pack", root / "model", out, "--experts", "int8")
+        command("pack", root / "model", "-o", out, "--experts", "int8")
 
 
 def add_prompts(root: Path) -> None:
@@ -162,7 +183,7 @@ def add_batch(root: Path) -> None:
 
 def batch(root: Path) -> None:
     command("batch", root / "model", root / "in.jsonl", "-o", root / "work" / "out.jsonl",
-            "--cache", "25%", "--context", 64, "--batch-invariant")  # fmt: skip
+            "--cache", "25%", "--context", 64, "--batch-invariant", logs=True)  # fmt: skip
 
 
 def batch_texts(root: Path, _: Any) -> dict[str, str]:
@@ -172,13 +193,28 @@ def batch_texts(root: Path, _: Any) -> dict[str, str]:
     return {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in found}
 
 
+def add_hub(root: Path) -> None:
+    """Start a hub in a process of its own, which serves the model and ends with this process."""
+    add_model(root)
+    shutil.copytree(root / "model", root / "hub" / "tiny" / "moe")
+    hub = [sys.executable, "-m", "tests.hub_server", root / "hub", "0"]
+    unarmed = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    process = subprocess.Popen(hub, env=unarmed, stdout=subprocess.PIPE, text=True)
+    atexit.register(process.kill)
+    assert process.stdout is not None
+    (root / "port").write_text(process.stdout.readline().strip().rpartition(":")[2])
+
+
 def pull(root: Path) -> None:
     """A model from a hub on this machine."""
-    server = HubServer()
-    server.add("tiny/moe", {path.name: path.read_bytes() for path in (root / "model").iterdir()})
-    with pytest.MonkeyPatch.context() as patch, server.serving():
-        use(patch, server, root / "work" / "hub")
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, HubServer(port=port_of(root)), root / "work" / "hub")
         command("pull", "tiny/moe")
+
+
+@cache
+def port_of(root: Path) -> int:
+    return int((root / "port").read_text())
 
 
 def pulled(root: Path, _: Any) -> dict[str, str]:
@@ -227,12 +263,14 @@ SCENARIOS = {
     "run-gguf": Scenario(add_gguf, lambda root: answer(root / "model.gguf")),
     "run-pack": Scenario(add_pack, lambda root: answer(root / "pack")),
     "run-learned": Scenario(add_model, answer_with_history),
-    "tune": Scenario(add_model, tune),
+    "tune": Scenario(add_machine, tune),
     "verify-pack": Scenario(add_pack, verdict),
-    "pack": Scenario(add_model, pack, lambda root, _: digests(root / "work" / "pack")),
+    "pack": Scenario(  # it names itself after the header that it has just written, and reads again
+        add_model, pack, lambda root, _: digests(root / "work" / "pack"), spared=("wrong",)
+    ),
     "trace-record": Scenario(add_prompts, record),
     "batch": Scenario(add_batch, batch, batch_texts, spared=("wrong",)),  # JSONL has no checksum
-    "pull": Scenario(add_model, pull, pulled),
+    "pull": Scenario(add_hub, pull, pulled),
     "serve": Scenario(add_model, serve),
     "serve-prompts": Scenario(add_model, serve_with_prompts),
 }
@@ -242,7 +280,7 @@ SCENARIOS = {
 def prepared(name: str, root: Path) -> Iterator[Scenario]:
     """The scenario with its inputs below `root`, and a copy of root/work to begin with."""
     scenario = SCENARIOS[name]
-    os.environ["GREENROOM_LEARNED"] = "off"
+    atexit.register(gc.unfreeze)  # some libraries count their instances as Python ends
     scenario.begin(root)
     shutil.copytree(root / "work", root / "work-begin")
     yield scenario

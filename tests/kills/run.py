@@ -3,10 +3,10 @@
     python -m tests.kills.run --kills 60                # of all commands together
     python -m tests.kills.run pack --kills 20 --seed 7
 
-A scenario of tests/faults/scenarios.py runs in a child process, which is killed. Then it runs again
-from what is on the disk. Its result must be that of an undisturbed run: nothing done is lost, and no
-lock is left. Children are forked from a process that has imported everything.
-Counts add up in the file of tests/counts.py.
+A scenario of tests/faults/scenarios.py runs in a child process, which is killed. Then it runs
+again from what is on the disk. Its result must be that of an undisturbed run: nothing done is lost,
+no lock is left. Children are forked from a process that has imported everything. Counts add up in
+the file of tests/counts.py.
 """
 
 from __future__ import annotations

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from greenroom.config import ServeConfig
+from greenroom.errors import GreenroomError
 from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.checkpoint.resolve import open_checkpoint
+from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.kv.sizes import kv_bytes
 from greenroom.hf.memory.budget import MemoryNeeds, Workspace
 from greenroom.hf.memory.setup import ModelSetup
@@ -83,6 +85,10 @@ class AnswerRecorder:
         return self.finished
 
 
+class NotReady(GreenroomError):
+    """The engine could not be started; the message says why."""
+
+
 class Served:
     """An engine that is ready; `store` is what its experts are read through. With `leaving` slots
     make room for keys and values, and so many are left beside a full context."""
@@ -129,13 +135,15 @@ class Served:
                 slot_budget = slot_budget.for_slots(slots_at_full_context)
                 slot_budget.budget += further_budget
                 model.greenroom.use_slot_budget(slot_budget)
-            return LoadedModel(model, AutoTokenizer.from_pretrained(folder))
+            return LoadedModel(model, tokenizer_of(open_checkpoint(folder)))
 
         self.engine = ContinuousEngine(load, ServeConfig(**serve), context, journal)
         until = time.monotonic() + PATIENCE
         while self.engine.state()[0] == "loading" and time.monotonic() < until:
             time.sleep(0.005)
-        assert self.engine.state()[0] == "ready", self.engine.state()
+        if self.engine.state()[0] != "ready":
+            self.close()
+            raise NotReady(self.engine.state()[2])
 
     def ask(
         self,

@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
 )
 
 from greenroom.errors import CheckpointError, GreenroomError
+from greenroom.refusals import refusal_of
 
 LAYERS = re.compile(r"(layers|n_layer|depth|block_count)$")  # keys of configs that count layers
 MOST_LAYERS = 1024  # layers that a config may have; more if the checkpoint has more tensors
@@ -27,16 +28,17 @@ def wrap_library_errors(what: str, error: type[GreenroomError] = CheckpointError
     """Context manager that turns a library's exceptions into one-line errors of Greenroom.
 
     An exception is raised again as `error`, with the message `what: message of the exception`.
-    Greenroom's own errors, MemoryError, OSError with an error number, and KeyboardInterrupt pass
-    unchanged.
+    What the operating system refuses becomes a DeviceError. Greenroom's own errors and
+    KeyboardInterrupt pass unchanged.
     """
     try:
         yield
-    except (GreenroomError, MemoryError):
+    except GreenroomError:
         raise
     except BaseException as reason:
-        from_library = isinstance(reason, Exception) or type(reason).__name__ == PANIC
-        if not from_library or (isinstance(reason, OSError) and reason.errno is not None):
+        if (refusal := refusal_of(reason)) is not None:
+            raise refusal from reason
+        if not isinstance(reason, Exception) and type(reason).__name__ != PANIC:
             raise
         raise error(f"{what}: {error_line(reason)}") from reason
 
@@ -46,6 +48,8 @@ def error_line(error: BaseException) -> str:
 
     The exception's class is put in front, except for ValueError, RuntimeError and OSError.
     """
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     message = " ".join(str(error).split())[:300]
     plain = isinstance(error, ValueError | RuntimeError | OSError) and message
     return message if plain else f"{type(error).__name__}: {message}".rstrip(": ")

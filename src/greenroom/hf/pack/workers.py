@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -47,11 +48,12 @@ def write_experts(
     longest = max(c.length for e in (0, catalog.experts - 1) for c in store.chunks(e))
     each = catalog.slot_bytes + stride + longest
     count = max(1, min((os.cpu_count() or 1) + 1, BUFFERS // each, catalog.experts))
-    sources, targets = HostSlots(count, catalog.slot_bytes), HostSlots(count, stride)
-    slots, local = iter(range(count)), threading.local()
+    opened = ExitStack()
+    opened.callback(store.close)
+    local = threading.local()
 
     def begin() -> None:
-        local.slot, local.staging = next(slots), Staging()
+        local.slot, local.staging = next(buffers)
 
     def make(expert_id: int) -> tuple[int, tuple[int, ...]]:
         slot: int = local.slot
@@ -66,16 +68,15 @@ def write_experts(
         data.write(target, layer.place(expert))
         return expert_id, layer.checksums_of(target.data)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # there is a thread for each core already
-    try:
+    with opened:  # closed once no thread writes any more
+        sources, targets = HostSlots(count, catalog.slot_bytes), HostSlots(count, stride)
+        opened.callback(sources.close)
+        opened.callback(targets.close)
+        buffers = iter([(slot, Staging()) for slot in range(count)])
+        opened.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # there is a thread for each core already
         with ThreadPoolExecutor(count, "pack", begin) as pool:
             yield from pool.map(make, todo)
-    finally:  # no thread writes any more
-        torch.set_num_threads(threads)
-        store.close()
-        sources.close()
-        targets.close()
 
 
 class ExpertsFile:
