@@ -12,6 +12,7 @@ and the same again without a fault must have the right result. Exit code 1 where
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import os
 import sys
@@ -32,6 +33,7 @@ from tests.faults.steps import KIND as STEP
 from tests.faults.steps import failing_step
 
 SETTLE_S = 5.0
+HANG_S = 120.0
 LONGEST_LINE = 1500
 
 
@@ -66,11 +68,14 @@ def brief(error: BaseException) -> str:
 
 
 def attempt(scenario: Scenario, root: Path) -> tuple[Any, BaseException | None]:
-    """(what `run` returned, None), or (None, its error)."""
+    """(what `run` returned, None), or (None, its error). A hang ends the process."""
+    faulthandler.dump_traceback_later(HANG_S, exit=True)
     try:
         return scenario.run(root), None
     except BaseException as error:
         return None, error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def check_error(error: BaseException) -> None:

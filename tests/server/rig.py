@@ -143,6 +143,8 @@ class Served:
             time.sleep(0.005)
         if self.engine.state()[0] != "ready":
             self.close()
+            if self.store is not None:
+                self.store.close()
             raise NotReady(self.engine.state()[2])
 
     def ask(
