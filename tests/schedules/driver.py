@@ -1,0 +1,182 @@
+"""Scenarios of the driver: steps, prefetches, resizes, failures and ends in any order."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from greenroom.core.events import Idle
+from greenroom.core.layout import Catalog, Copy
+from greenroom.errors import ClosedError, Interrupted, StoreError
+from greenroom.runtime.driver import copier
+from greenroom.runtime.fakes import FakeSlots
+from greenroom.runtime.store.disk import Staging
+from tests.runtime.expert_file import write_experts
+from tests.runtime.rig import Ahead, Rig
+from tests.schedules.primitives import point
+from tests.schedules.runner import Scenario, run_threads
+
+LAYERS, EXPERTS, SIZE = 2, 6, 1200
+CHUNK_BYTES = 4096  # three chunks an expert
+SHORT = 1 << 16  # bytes of a read buffer
+
+TRACED = tuple(
+    f"greenroom.runtime.driver.{name}"
+    for name in ("driver", "copier", "action_queue", "change_signal", "fair_lock", "host_worker",
+                 "prediction_worker", "predictions", "deferred_step", "disk_turns")
+)  # fmt: skip
+Step = tuple[int, tuple[int, ...]]
+
+
+class TornSlots(FakeSlots):
+    """Slots into which a chunk is written in two halves, with a point between them."""
+
+    def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
+        half = data.size // 8 * 4
+        point()
+        super().write(slot, copies, data[:half], start)
+        point()
+        super().write(slot, copies, data[half:], start + half)
+        point()
+
+
+@cache
+def catalog() -> Catalog:
+    """The file of experts of all schedules of this process."""
+    folder = Path(tempfile.mkdtemp(prefix="schedules-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return write_experts(folder, LAYERS, EXPERTS, SIZE)
+
+
+class Workload:
+    """The routing of a few passes, the predictions, and what goes wrong."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.passes: list[list[tuple[int, ...]]] = [
+            [self._draw_experts() for _ in range(LAYERS)] for _ in range(random.randint(2, 4))
+        ]
+        self.guesses = [[self._draw_experts() for _ in range(LAYERS + 1)] for _ in self.passes]
+        self.number = 0
+        self.failing = random.choice((0.0, 0.0, 0.1, 0.5))
+        broken = [random.random() < self.failing for _ in range(97)]
+        lanes = random.choice((1, 2, 2, (1, 1), (2, 1)))
+        self.rig = Rig(
+            catalog(),
+            random.randint(1, LAYERS * EXPERTS),
+            lanes,
+            CHUNK_BYTES,
+            ahead=random.choice((0, 2, 4)),
+            predictor=Ahead(self._guess) if random.random() < 0.8 else None,
+            worker=random.random() < 0.5,
+            tier_slots=random.choice((0, 3)) if isinstance(lanes, tuple) else 0,
+            slots=TornSlots,
+            fails=lambda read: broken[read % 97],
+            latency=random.choice((0.0, 1e-3)),
+        )
+
+    def _draw_experts(self) -> tuple[int, ...]:
+        count = self.random.choice((1, 2, 2, 3, EXPERTS))
+        return tuple(sorted(self.random.sample(range(EXPERTS), count)))
+
+    def _guess(self, layer: int) -> Sequence[int]:
+        guess = self.guesses[self.number % len(self.guesses)][min(layer, LAYERS)]
+        right = self.passes[self.number % len(self.passes)][layer % LAYERS]
+        return right if (layer + self.number) % 2 else guess
+
+    def compute(self, *allowed: type[BaseException]) -> None:
+        """Run the passes; steps may fail with the allowed exceptions."""
+        rig = self.rig
+        for self.number, layers in enumerate(self.passes):
+            rig.begin(prefill=self.number == 0, request=self.number // 2)
+            for layer, experts in enumerate(layers):
+                try:
+                    rig.step(layer, *experts, compute=self._check_twice)
+                except (StoreError, *allowed) as error:
+                    assert self.failing or not isinstance(error, StoreError), error
+            rig.driver.end_pass()
+
+    def _check_twice(self, experts: np.ndarray, slots: np.ndarray) -> None:
+        self.rig.compute(experts, slots)
+        point()
+        del self.rig.computed[-len(experts) :]
+        self.rig.compute(experts, slots)  # nobody wrote into the slots meanwhile
+
+    def end(self) -> None:
+        """Check what is left, and close the driver."""
+        self.rig.settle()
+        self.rig.check()
+        self.rig.driver.close()
+
+
+def _play_steps(random: Random) -> None:
+    """Several threads: one computes, others resize the cache, announce and send idle reads."""
+    work = Workload(random)
+    driver = work.rig.driver
+    sizes = [random.randint(1, LAYERS * EXPERTS) for _ in range(random.randint(0, 3))]
+    order = np.array(random.sample(range(LAYERS * EXPERTS), LAYERS * EXPERTS))
+
+    def resize() -> None:
+        for size in sizes:
+            driver.resize(size)
+            assert driver.scheduler.capacity == size
+
+    def idle() -> None:
+        driver.send(Idle(order))
+
+    others = [each for each in (resize, idle) if random.random() < 0.6]
+    run_threads(work.compute, *others)
+    work.end()
+
+
+def _play_end(random: Random) -> None:
+    """The driver is closed, or a pass is interrupted, while it computes and resizes."""
+    work = Workload(random)
+    driver = work.rig.driver
+    closes = random.random() < 0.6
+    sizes = [random.randint(1, LAYERS * EXPERTS) for _ in range(2)]
+
+    def compute() -> None:
+        work.compute(ClosedError, Interrupted)
+
+    def interrupt() -> None:
+        driver.interrupt()
+        point()
+        driver.resume()
+
+    def resize() -> None:
+        try:
+            for size in sizes:
+                driver.resize(size)
+        except ClosedError:
+            assert closes
+
+    def close() -> None:
+        driver.close()
+
+    def drain() -> None:
+        driver.predictions.drain()
+
+    others = [each for each in (resize, interrupt, drain) if random.random() < 0.6]
+    run_threads(compute, *others, *([close] if closes else []))
+    if closes:
+        driver.close()
+    else:
+        work.end()
+
+
+def prepare() -> None:
+    """Give the copier's threads short read buffers: large ones are slow to make."""
+    copier.Staging = lambda: Staging(SHORT)  # type: ignore[assignment,misc]
+
+
+DRIVER = Scenario("driver", _play_steps, TRACED)
+CLOSING = Scenario("closing", _play_end, TRACED)
