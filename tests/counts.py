@@ -3,8 +3,8 @@
     add("fuzz/gguf inputs", 12_000)
     totals()                          # {"fuzz/gguf inputs": 250_000}
 
-The file is build/soak/counts.json; GREENROOM_SOAK_COUNTS names another one. Processes may add at the
-same time.
+The file is build/soak/counts.json; GREENROOM_SOAK_COUNTS names another one. Processes may add at
+the same time.
 """
 
 from __future__ import annotations

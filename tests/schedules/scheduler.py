@@ -25,7 +25,9 @@ from types import FrameType
 from typing import Any, Protocol
 
 MOST_STEPS = 400_000
-PATIENCE_S = 60.0  # of real time, for one schedule: a thread waits outside of the scheduler's points
+PATIENCE_S = (
+    60.0  # of real time, for one schedule: a thread waits outside of the scheduler's points
+)
 FAR_S = 1000.0  # of virtual time; a wait of this length must be ended by a thread
 TICK_S = 1e-6  # of virtual time, between two readings of a clock
 NEVER = float("inf")

@@ -216,7 +216,9 @@ def test_hypothesis_finds_the_shortest_failing_schedule() -> None:
             return True
         return False
 
-    shortest = find(CHOICES, fails, settings=settings(max_examples=500, database=None, deadline=None))
+    shortest = find(
+        CHOICES, fails, settings=settings(max_examples=500, database=None, deadline=None)
+    )
     assert len(shortest) == 1
     with pytest.raises(NoSuchExample):
         find(
