@@ -28,7 +28,8 @@ MOST_STEPS = 400_000
 PATIENCE_S = (
     60.0  # of real time, for one schedule: a thread waits outside of the scheduler's points
 )
-FAR_S = 1000.0  # of virtual time; a wait of this length must be ended by a thread
+EARLY_S = 20.0  # of virtual time; only shorter waits may end while threads can run
+FAR_S = 1000.0  # and a wait of this length must be ended by a thread
 TICK_S = 1e-6  # of virtual time, between two readings of a clock
 NEVER = float("inf")
 
@@ -220,7 +221,7 @@ class Scheduler:
             return sleeper
         stays = task in tasks
         tasks.sort(key=lambda t: (t.number - task.number) % len(self._threads))
-        if sleeper is not None and sleeper.due - sleeper.since >= FAR_S:
+        if sleeper is not None and sleeper.due - sleeper.since >= EARLY_S:
             sleeper = None
         if sleeper is not None:
             tasks.append(sleeper)
