@@ -284,7 +284,7 @@ def _play(random: Random) -> None:
 
     if random.random() < 0.8:
         clients.await_ready()
-    run_threads(ask_first, ask_second, resize, *([stop] if random.random() < 0.3 else []))
+    run_threads(ask_first, ask_second, resize, *([stop] if random.random() < 0.5 else []))
     clients.is_stopping = True
     engine.stop(random.choice((0.0, PATIENT_S)))
     assert not engine._thread.is_alive()

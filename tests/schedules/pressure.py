@@ -19,7 +19,7 @@ def _play(random: Random) -> None:
     work, sensor, lock = Workload(random), FakeSensor(), THREADS.Lock()
     driver, most = work.rig.driver, work.rig.scheduler.capacity
     size, grown = most, 0
-    closes, stops = (random.random() < 0.4 for _ in range(2))
+    closes, stops = (random.random() < 0.25 for _ in range(2))
 
     def note_growth() -> None:
         nonlocal grown
@@ -30,11 +30,17 @@ def _play(random: Random) -> None:
         driver, work.rig.catalog.slot_bytes, None, lambda: FixedSlots(driver, size), lock,
         min_slots=1, **arguments,
     )  # fmt: skip
-    kinds = [(random.choice((SHORT, PLENTY)), random.choice((0.1, 10.0))) for _ in range(4)]
-    sizes = [random.randint(1, LAYERS * EXPERTS) for _ in range(2)]
+    # Mostly a shortage, and then calm readings, after which the cache may grow.
+    kinds = [(random.choice((SHORT, PLENTY)), 0.1) for _ in range(2)]
+    kinds += [(random.choice((SHORT, PLENTY, PLENTY)), 10.0) for _ in range(4)]
+    sizes = [random.randint(1, LAYERS * EXPERTS) for _ in range(3)]
+
+    moments = [THREADS.Event() for _ in kinds]
+    resized_at = sorted(random.sample(range(len(kinds)), len(sizes)))
 
     def report() -> None:
-        for free, after_s in kinds:
+        for moment, (free, after_s) in zip(moments, kinds, strict=True):
+            moment.set()
             if closes or stops:
                 sensor.now += after_s
                 sensor.readings.put(MemoryReading(sensor.now, free, 0))
@@ -43,7 +49,8 @@ def _play(random: Random) -> None:
 
     def resize() -> None:
         nonlocal size
-        for new in sizes:
+        for number, new in zip(resized_at, sizes, strict=True):
+            moments[number].wait()
             with lock:
                 size = new
                 try:

@@ -66,6 +66,7 @@ class Lock:
         if not self._is_locked:
             raise RuntimeError("release unlocked lock")
         self._is_locked = False
+        point()
 
     def locked(self) -> bool:
         point()
@@ -102,6 +103,8 @@ class RLock:
         if not self._count or self._owner is not _task():
             raise RuntimeError("cannot release un-acquired lock")
         self._count -= 1
+        if not self._count:
+            point()
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -143,7 +146,7 @@ class Condition:
         if isinstance(lock, RLock):
             count = lock.save()
         else:
-            lock.release()
+            lock._is_locked = False
         try:
             return wait_until(lambda: is_notified[0], timeout)
         finally:
