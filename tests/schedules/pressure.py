@@ -10,7 +10,7 @@ from greenroom.errors import ClosedError
 from greenroom.hf.memory.pressure import FixedSlots, PressureWatcher
 from tests.hf.memory.sensor import PLENTY, SHORT, FakeSensor
 from tests.schedules.driver import EXPERTS, LAYERS, TRACED, Workload
-from tests.schedules.primitives import THREADS
+from tests.schedules.primitives import THREADS, point
 from tests.schedules.runner import Scenario, run_threads
 
 
@@ -57,6 +57,9 @@ def _play(random: Random) -> None:
                     driver.resize(new)
                 except ClosedError:
                     assert closes
+                else:  # with the lock, nobody else changes the size
+                    point()
+                    assert driver.scheduler.capacity == new
 
     def compute() -> None:
         work.compute(ClosedError)
