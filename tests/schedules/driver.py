@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 from greenroom.core.events import Idle
 from greenroom.core.layout import Catalog, Copy
 from greenroom.errors import ClosedError, Interrupted, StoreError
+from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.attach.statistics import totals
 from greenroom.runtime.fakes import FakeSlots
 from tests.runtime.expert_file import write_experts
 from tests.runtime.rig import Ahead, Rig
@@ -52,6 +56,10 @@ def catalog() -> Catalog:
     return write_experts(folder, LAYERS, EXPERTS, SIZE)
 
 
+class Left(Exception):
+    """The reader of an answer has left: a pass ends in the middle of a step."""
+
+
 class Workload:
     """The routing of a few passes, the predictions, and what goes wrong."""
 
@@ -62,6 +70,13 @@ class Workload:
         ]
         self.guesses = [[self._draw_experts() for _ in range(LAYERS + 1)] for _ in self.passes]
         self.number = 0
+        self.guesses_left = random.choice((99, random.randint(0, 4)))
+        self.leaves = {
+            (number, layer)
+            for number in range(len(self.passes))
+            for layer in range(LAYERS)
+            if random.random() < 0.1
+        }
         self.failing = random.choice((0.0, 0.0, 0.1, 0.5))
         broken = [random.random() < self.failing for _ in range(97)]
         lanes = random.choice((1, 2, 2, (1, 1), (2, 1)))
@@ -78,12 +93,18 @@ class Workload:
             fails=lambda read: broken[read % 97],
             latency=random.choice((0.0, 1e-3)),
         )
+        # What `Greenroom.timeline` needs.
+        setup = SimpleNamespace(catalog=catalog())
+        self.greenroom: Any = SimpleNamespace(driver=self.rig.driver, setup=setup)
 
     def _draw_experts(self) -> tuple[int, ...]:
         count = self.random.choice((1, 2, 2, 3, EXPERTS))
         return tuple(sorted(self.random.sample(range(EXPERTS), count)))
 
     def _guess(self, layer: int) -> Sequence[int]:
+        self.guesses_left -= 1
+        if self.guesses_left < 0:
+            raise ZeroDivisionError("the predictor fails")
         guess = self.guesses[self.number % len(self.guesses)][min(layer, LAYERS)]
         right = self.passes[self.number % len(self.passes)][layer % LAYERS]
         return right if (layer + self.number) % 2 else guess
@@ -95,12 +116,16 @@ class Workload:
             self.number = number
             rig.begin(prefill=number == 0, request=number // 2)
             for layer, experts in enumerate(layers):
+                if number % 2 and rig.scheduler.view.borrow_limit:
+                    rig.driver.announce_routing(layer, np.array(experts))
                 try:
                     rig.step(layer, *experts, compute=self._check_twice)
-                except allowed:
-                    pass
                 except StoreError:
                     assert self.failing
+                except Left:
+                    break
+                except allowed:
+                    pass
             rig.driver.end_pass()
 
     def _check_twice(self, experts: np.ndarray, slots: np.ndarray) -> None:
@@ -108,6 +133,8 @@ class Workload:
         point()
         del self.rig.computed[-len(experts) :]
         self.rig.compute(experts, slots)  # nobody wrote into the slots meanwhile
+        if (self.number, self.rig.layer) in self.leaves:
+            raise Left
 
     def end(self) -> None:
         """Check what is left, and close the driver."""
@@ -131,7 +158,17 @@ def _play_steps(random: Random) -> None:
     def idle() -> None:
         driver.send(Idle(order))
 
-    others = [each for each in (resize, idle) if random.random() < 0.6]
+    def record() -> None:
+        for on in (True, False, True, False, True, False):
+            Greenroom.timeline(work.greenroom, on)
+
+    def read_stats() -> None:
+        for _ in range(2):
+            totals(driver, work.rig.tier)
+            driver.scheduler.view.expert_states()
+            driver.scheduler.view.queue_lengths()
+
+    others = [each for each in (resize, idle, record, read_stats) if random.random() < 0.4]
     run_threads(work.compute, *others)
     work.end()
 

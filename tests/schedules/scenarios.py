@@ -10,7 +10,7 @@ from unittest import mock
 
 from greenroom.runtime.driver import copier
 from greenroom.runtime.store.disk import Staging
-from tests.schedules import driver, engine, pressure, prompts, workers
+from tests.schedules import budget, driver, engine, pressure, prompts, workers
 from tests.schedules.runner import Scenario, patched
 from tests.schedules.strategies import Replay
 
@@ -18,7 +18,7 @@ SCENARIOS: dict[str, Scenario] = {
     each.name: each
     for each in (
         driver.STEPS, driver.ENDS, workers.PREDICTIONS, workers.HOST_JOBS, workers.HOST_STEPS,
-        engine.ENGINE, prompts.PROMPTS, pressure.PRESSURE,
+        engine.ENGINE, prompts.PROMPTS, pressure.PRESSURE, budget.BUDGET,
     )
 }  # fmt: skip
 WARM_UP = -1  # the seed of a run whose schedule nobody counts
