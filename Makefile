@@ -22,7 +22,7 @@ help:
 	@echo "make ray     deploy/ray.py on a Ray cluster of three nodes in processes; installs Ray"
 	@echo "make bench-smoke  every script of benchmarks/ on tiny inputs"
 	@echo "make fuzz    damaged files of every format that is read (FUZZ_SECONDS=N)"
-	@echo "make schedules  threads of driver and engine, in 304 chosen orders"
+	@echo "make schedules  threads of driver and engine, in 308 chosen orders"
 	@echo "make without-options  the checks of a copy of the project in which an option is deleted, for each"
 	@echo "make check-gpu  the tests that need a CUDA device (torch with CUDA in this environment)"
 	@echo "make check-gpu-offline  Triton's kernels compiled without a GPU, and their machine code examined"
@@ -162,7 +162,7 @@ FUZZ_SECONDS ?= 120
 fuzz: $(READY) native
 	GREENROOM_FUZZ_SECONDS=$(FUZZ_SECONDS) PYTHONPATH=src $(BIN)/python -m tests.fuzz.run
 
-# Threads of driver, engine and their workers in 304 orders, of which `make check` tries a third.
+# Threads of driver, engine and their workers in 308 orders, of which `make check` tries a third.
 schedules: $(READY) native
 	GREENROOM_TEST_EXAMPLES=all $(BIN)/python -m pytest -m "not slow" tests/schedules/test_scenarios.py
 

@@ -112,4 +112,4 @@ TRACED = (
     *DRIVER_FILES, "greenroom.hf.memory.pressure", "greenroom.hf.memory.slot_budget",
     "greenroom.hf.attach.attach", "greenroom.hf.attach.pass_hooks",
 )  # fmt: skip
-BUDGET = Scenario("budget", _play, TRACED)
+BUDGET = Scenario("budget", _play, TRACED, length=1500)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -16,6 +16,7 @@ import numpy as np
 
 from greenroom.core.events import Idle
 from greenroom.core.layout import Catalog, Copy
+from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart
 from greenroom.errors import ClosedError, Interrupted, StoreError
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.attach.statistics import totals
@@ -60,17 +61,41 @@ class Left(Exception):
     """The reader of an answer has left: a pass ends in the middle of a step."""
 
 
+class FailingPredictor(Ahead):
+    """A predictor that fails after some calls."""
+
+    def __init__(self, say: Callable[[int], Sequence[int]], calls: int) -> None:
+        super().__init__(say)
+        self._calls = calls
+
+    def _count(self) -> None:
+        self._calls -= 1
+        if self._calls < 0:
+            raise ZeroDivisionError("the predictor fails")
+
+    def begin(self, at: PassStart) -> None:
+        self._count()
+
+    def observe(self, routing: LayerRouting) -> None:
+        self._count()
+
+    def predict(self, layer: int) -> list[LayerPrediction]:
+        self._count()
+        return super().predict(layer)
+
+
 class Workload:
     """The routing of a few passes, the predictions, and what goes wrong."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, predicts: bool = False) -> None:
+        """Draw a workload; with `predicts`, a worker predicts and fails soon."""
         self.random = random
         self.passes: list[list[tuple[int, ...]]] = [
             [self._draw_experts() for _ in range(LAYERS)] for _ in range(random.randint(2, 4))
         ]
         self.guesses = [[self._draw_experts() for _ in range(LAYERS + 1)] for _ in self.passes]
         self.number = 0
-        self.guesses_left = random.choice((99, random.randint(0, 4)))
+        calls = random.choice((0 if predicts else 99, random.randint(0, 9)))
         self.leaves = {
             (number, layer)
             for number in range(len(self.passes))
@@ -86,8 +111,10 @@ class Workload:
             lanes,
             CHUNK_BYTES,
             ahead=random.choice((0, 2, 4)),
-            predictor=Ahead(self._guess) if random.random() < 0.8 else None,
-            worker=random.random() < 0.5,
+            predictor=FailingPredictor(self._guess, calls)
+            if predicts or random.random() < 0.8
+            else None,
+            worker=predicts or random.random() < 0.5,
             tier_slots=random.choice((0, 3)) if isinstance(lanes, tuple) else 0,
             slots=TornSlots,
             fails=lambda read: broken[read % 97],
@@ -102,9 +129,6 @@ class Workload:
         return tuple(sorted(self.random.sample(range(EXPERTS), count)))
 
     def _guess(self, layer: int) -> Sequence[int]:
-        self.guesses_left -= 1
-        if self.guesses_left < 0:
-            raise ZeroDivisionError("the predictor fails")
         guess = self.guesses[self.number % len(self.guesses)][min(layer, LAYERS)]
         right = self.passes[self.number % len(self.passes)][layer % LAYERS]
         return right if (layer + self.number) % 2 else guess
@@ -173,6 +197,14 @@ def _play_steps(random: Random) -> None:
     work.end()
 
 
+def _play_predictor(random: Random) -> None:
+    """A predictor fails in its own thread, while the model computes."""
+    work = Workload(random, predicts=True)
+    work.compute()
+    work.rig.driver.predictions.drain()
+    work.end()
+
+
 def _play_end(random: Random) -> None:
     """The driver is closed, or a pass is interrupted, while it computes and resizes."""
     work = Workload(random)
@@ -209,5 +241,6 @@ def _play_end(random: Random) -> None:
         work.end()
 
 
-STEPS = Scenario("steps", _play_steps, TRACED)
-ENDS = Scenario("ends", _play_end, TRACED)
+STEPS = Scenario("steps", _play_steps, TRACED, length=4000)
+ENDS = Scenario("ends", _play_end, TRACED, length=2000)
+PREDICTOR = Scenario("predictor", _play_predictor, TRACED, length=2000)

@@ -1,14 +1,17 @@
 """Scenarios of the serving engine: clients submit, cancel, resize and stop.
 
-The engine, its passes, admission and prefix cache are real, and so are the driver and its copier
-below them. The model is a toy, whose next token depends on all tokens before, and whose keys are
-the ids of tokens: an answer is right only if its KV cache is.
+The engine, its passes, admission and prefix caches in memory and on disk are real, and so are the
+driver and its copier below them. The model is a toy: its next token depends on all tokens before,
+and its keys are the ids of tokens, so an answer is right only if its KV cache is.
 """
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -22,16 +25,20 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from greenroom.config import ServeConfig
 from greenroom.core.events import Idle
 from greenroom.errors import ClosedError, StoreError
+from greenroom.runtime.driver.disk_turns import DiskTurns
 from greenroom.server.engine import loop, snapshot
 from greenroom.server.engine.loop import ContinuousEngine, LoadedModel
+from greenroom.server.engine.prompts.store import PromptStore
 from greenroom.server.engine.requests import Busy, Event, Finished, Request, Sampling
 from tests.runtime.rig import Ahead, Rig
 from tests.schedules.driver import CHUNK_BYTES, EXPERTS, LAYERS, TornSlots, catalog
 from tests.schedules.driver import TRACED as DRIVER_FILES
 from tests.schedules.primitives import CLOCK, THREADS, point
+from tests.schedules.prompts import TOKEN_BYTES, TOKENS, check_files, open_folder
+from tests.schedules.prompts import TRACED as PROMPT_FILES
 from tests.schedules.runner import Scenario, run_threads
 
-VOCABULARY, CONTEXT = 50, 60
+VOCABULARY, CONTEXT = 50, 120
 GREEDY = Sampling(temperature=0.0)
 PATIENT_S = 1e6  # a grace that no schedule uses up
 
@@ -69,6 +76,7 @@ class ToyGreenroom:
             fails=lambda read: broken[read % 97],
         )
         self.driver, self.on_growth = self.rig.driver, lambda: None
+        self.prompts: Path | None = None  # the folder of the prompt cache, if there is one
         self.hooks = SimpleNamespace(announce_prompts=lambda count: None)
         sizes = SimpleNamespace(total_bytes=lambda tokens: 8 * tokens,
                                 held_bytes=lambda tokens: 8 * tokens)  # fmt: skip
@@ -141,6 +149,14 @@ class ToyModel:
     def get_output_embeddings(self) -> Any: ...
 
 
+def _open_prompt_store(model: ToyModel, config: ServeConfig, wake: Any) -> PromptStore | None:
+    greenroom = model.greenroom
+    if greenroom.prompts is None:
+        return None
+    turns = DiskTurns(greenroom.driver.scheduler.view)
+    return PromptStore(open_folder(greenroom.prompts), turns, TOKENS * TOKEN_BYTES, wake)
+
+
 @contextmanager
 def toy_models() -> Iterator[None]:
     """Context manager within which engines serve toy models."""
@@ -150,7 +166,7 @@ def toy_models() -> Iterator[None]:
         "Grammars": lambda *_: SimpleNamespace(prepare=lambda: None),
         "weight_matrix": lambda _: np.zeros((VOCABULARY, 1)),
         "end_ids": lambda _: (),
-        "open_prompt_store": lambda *_: None,
+        "open_prompt_store": _open_prompt_store,
         "model_stats": lambda _: {},
     }
     snapshots = mock.patch.object(snapshot, "model_stats", stubs["model_stats"])
@@ -192,15 +208,14 @@ class Answer:
 class Clients:
     """An engine, and the threads that use it."""
 
-    def __init__(self, random: Random) -> None:
-        self.random = random
+    def __init__(self, random: Random, prompts: Path | None = None) -> None:
         self.failing = random.choice((0.0, 0.0, 0.1, 0.6))
         self.is_stopping = False
         self.breaks = random.random() < 0.1
         greenroom = ToyGreenroom(random, self.failing)
         config = ServeConfig(
             max_batch=random.choice((1, 2, 3)),
-            max_queue=random.choice((1, 8)),
+            max_queue=random.choice((1, 8, 8, 8)),
             prefill_chunk=8,
             batch_delay=random.choice((0.0, 0.0, 5.0)),
             no_prefix_reuse=random.random() < 0.3,
@@ -213,12 +228,14 @@ class Clients:
                 raise StoreError("the model cannot be loaded")
             return LoadedModel(ToyModel(greenroom), None)
 
-        self.greenroom = greenroom
+        self.greenroom, greenroom.prompts = greenroom, prompts
         self.engine = ContinuousEngine(load, config, CONTEXT)
-        base = [random.randrange(VOCABULARY) for _ in range(24)]
+        # Prompts with a common prefix; only longer ones are stored on disk.
+        least, length = (1, 24) if prompts is None else (50, 100)
+        base = [7 * n % VOCABULARY for n in range(length)]
         self.requests = [
             Request(
-                (*base[: random.randint(1, 24)], random.randrange(VOCABULARY)),
+                (*base[: random.randint(least, length)], random.randrange(VOCABULARY)),
                 random.randint(0, 4),
                 GREEDY,
                 (),
@@ -253,8 +270,19 @@ class Clients:
             CLOCK.sleep(0.01)
 
 
-def _play(random: Random) -> None:
-    clients = Clients(random)
+def _play_with_prompts(random: Random) -> None:
+    """An engine with a prompt cache on disk, and another one that finds its files."""
+    path = Path(tempfile.mkdtemp(prefix="prompts-"))
+    try:
+        for _ in range(2):
+            _play(random, path)
+        check_files(path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _play(random: Random, prompts: Path | None = None) -> None:
+    clients = Clients(random, prompts)
     engine, greenroom = clients.engine, clients.greenroom
     sizes = [random.randint(1, LAYERS * EXPERTS) for _ in range(random.randint(0, 2))]
     grace_s = random.choice((0.0, 0.0, 0.05, PATIENT_S))
@@ -298,4 +326,8 @@ def _play(random: Random) -> None:
 
 
 TRACED = tuple(f"greenroom.server.engine.{name}" for name in ("loop", "passes", "admission"))
-ENGINE = Scenario("engine", _play, (*TRACED, *DRIVER_FILES), ("ContinuousEngine._await",))
+POLLS = ("ContinuousEngine._await", "PromptStore._next")
+ENGINE = Scenario("engine", _play, (*TRACED, *DRIVER_FILES), POLLS, 5000)
+RESTARTS = Scenario(
+    "restarts", _play_with_prompts, (*TRACED, *PROMPT_FILES, *DRIVER_FILES), POLLS, 15_000
+)

@@ -83,4 +83,4 @@ def _play(random: Random) -> None:
     assert grown == watcher.stats()["growths"]
 
 
-PRESSURE = Scenario("pressure", _play, (*TRACED, "greenroom.hf.memory.pressure"))
+PRESSURE = Scenario("pressure", _play, (*TRACED, "greenroom.hf.memory.pressure"), length=3500)

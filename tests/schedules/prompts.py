@@ -168,5 +168,9 @@ def _play(random: Random) -> None:
 
 TRACED = tuple(f"greenroom.server.engine.prompts.{name}" for name in ("store", "folder"))
 PROMPTS = Scenario(
-    "prompts", _play, (*TRACED, "greenroom.runtime.driver.disk_turns"), ("PromptStore._next",)
+    "prompts",
+    _play,
+    (*TRACED, "greenroom.runtime.driver.disk_turns"),
+    ("PromptStore._next",),
+    length=600,
 )

@@ -24,18 +24,20 @@ class Scenario:
     play:   runs in the first thread, and draws the workload from its random numbers
     traced: modules between whose lines threads may change
     polls:  functions whose timed waits may end without a wake-up
+    length: number of steps of most schedules
     """
 
     name: str
     play: Callable[[Random], None]
     traced: tuple[str, ...]
     polls: tuple[str, ...] = ()
+    length: int = 100
 
     def run(self, seed: int, strategy: Strategy | None = None) -> Scheduler:
         """Run one schedule of the workload of a seed; raise its Failure, if any."""
         files = {importlib.import_module(name).__file__ or "" for name in self.traced}
         scheduler = Scheduler(
-            strategy or strategy_of(seed), frozenset(files), frozenset(self.polls)
+            strategy or strategy_of(seed, self.length), frozenset(files), frozenset(self.polls)
         )
         scheduler.run(lambda: self.play(Random(f"{self.name} {seed}")))
         return scheduler

@@ -17,8 +17,9 @@ from tests.schedules.strategies import Replay
 SCENARIOS: dict[str, Scenario] = {
     each.name: each
     for each in (
-        driver.STEPS, driver.ENDS, workers.PREDICTIONS, workers.HOST_JOBS, workers.HOST_STEPS,
-        engine.ENGINE, prompts.PROMPTS, pressure.PRESSURE, budget.BUDGET,
+        driver.STEPS, driver.ENDS, driver.PREDICTOR,
+        workers.PREDICTIONS, workers.HOST_JOBS, workers.HOST_STEPS,
+        engine.ENGINE, engine.RESTARTS, prompts.PROMPTS, pressure.PRESSURE, budget.BUDGET,
     )
 }  # fmt: skip
 WARM_UP = -1  # the seed of a run whose schedule nobody counts

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from math import exp, log
 from random import Random
 
 from tests.schedules.scheduler import Strategy, Task
 
 LINES = (1 << 60, 1000, 200, 30, 6)  # mean steps between two points between lines
-LONGEST = 30_000  # steps within which priorities change
 
 
 class Replay:
@@ -59,14 +57,14 @@ class Priorities:
     """Random priorities that change at a few steps (PCT).
 
     Burckhardt et al., A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs
-    (ASPLOS 2010): with d changes, a bug of depth d + 1 is found with a known probability.
+    (ASPLOS 2010): with d changes, a bug of depth d + 1 is found with a known probability. The
+    changes are in the first `length` steps.
     """
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, length: int) -> None:
         self._random = random
-        longest = exp(random.uniform(log(100), log(LONGEST)))
         changes = random.choice((1, 2, 3, 5, 20))
-        self._steps = sorted(int(random.uniform(0, longest)) for _ in range(changes))
+        self._steps = sorted(random.randrange(length) for _ in range(changes))
         self._priorities: dict[int, float] = {}
         self._changes = 0
 
@@ -86,7 +84,7 @@ class Priorities:
         return max(range(count), key=lambda i: self._priorities[tasks[i].number])
 
 
-def strategy_of(seed: int) -> Strategy:
+def strategy_of(seed: int, length: int) -> Strategy:
     """Return the strategy of a seed: half of them are random walks, half have priorities."""
     random = Random(f"strategy {seed}")
-    return Walk(random) if random.random() < 0.5 else Priorities(random)
+    return Walk(random) if random.random() < 0.5 else Priorities(random, length)

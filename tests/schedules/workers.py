@@ -116,4 +116,4 @@ def _play_host_steps(random: Random) -> None:
 
 PREDICTIONS = Scenario("predictions", _play_predictions, TRACED)
 HOST_JOBS = Scenario("host-jobs", _play_host_jobs, TRACED)
-HOST_STEPS = Scenario("host-steps", _play_host_steps, TRACED)
+HOST_STEPS = Scenario("host-steps", _play_host_steps, TRACED, length=3000)
