@@ -72,7 +72,7 @@ def search(scenario: str) -> None:
     from tests.schedules.scenarios import SCENARIOS, ready
     from tests.schedules.scheduler import Failure
 
-    with ready(only=scenario):
+    with ready([scenario]):
         for seed in range(MOST):
             try:
                 SCENARIOS[scenario].run(seed)

@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--new", action="store_true", help="begin at seed 0, and count nothing")
     options = parser.parse_args(arguments)
     scenarios = [SCENARIOS[name] for name in options.scenarios or SCENARIOS]
-    with ready():
+    with ready(each.name for each in scenarios):
         if options.seed is not None:
             return max(_repeat(each, options.seed, options.choices) for each in scenarios)
         return _run_many(scenarios, options.schedules, options.seconds, options.new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from unittest import mock
@@ -27,7 +27,7 @@ SHORT = 1 << 16  # bytes of a read buffer; large ones are slow to make
 
 
 @contextmanager
-def ready(only: str | None = None) -> Iterator[None]:
+def ready(names: Iterable[str] = SCENARIOS) -> Iterator[None]:
     """Make ready to run schedules, and run each scenario once: what is compiled is cached then."""
     with (
         patched(),
@@ -35,7 +35,6 @@ def ready(only: str | None = None) -> Iterator[None]:
         mock.patch.object(copier, "Staging", partial(Staging, SHORT)),
         mock.patch.object(os, "fsync"),
     ):
-        for scenario in SCENARIOS.values():
-            if scenario.name == (only or scenario.name):
-                scenario.run(WARM_UP, Replay([]))
+        for name in names:
+            SCENARIOS[name].run(WARM_UP, Replay([]))
         yield
