@@ -72,7 +72,7 @@ def search(scenario: str) -> None:
     from tests.schedules.scenarios import SCENARIOS, ready
     from tests.schedules.scheduler import Failure
 
-    with ready([scenario]):
+    with ready([]):  # with the defect, the run that warms up may fail too
         for seed in range(MOST):
             try:
                 SCENARIOS[scenario].run(seed)
