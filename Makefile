@@ -7,13 +7,13 @@ READY := $(VENV)/.ready
 # Tests start many processes: with byte code written by the first, each starts a second sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native demo check ci portable browser ray processes interpreted without-options check-gpu check-gpu-offline gpu-report format lint types imports test bench-smoke fuzz soak bench papers papers-demo papers-train clean
+.PHONY: help setup native demo check ci portable browser ray processes interpreted without-options check-gpu check-gpu-offline gpu-report format lint types imports test bench-smoke fuzz schedules soak bench papers papers-demo papers-train clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
 	@echo "             Greenroom does it, and prove that nothing has changed"
 	@echo "make check   formatting, lint, spelling, types, import rules, tests"
-	@echo "make ci      what takes longer than that: processes, interpreted, check-gpu-offline, bench-smoke, portable, browser, ray, fuzz, without-options"
+	@echo "make ci      what takes longer than that: processes, interpreted, check-gpu-offline, bench-smoke, portable, browser, ray, fuzz, schedules, without-options"
 	@echo "make processes  tests that start whole programs"
 	@echo "make interpreted  what is for a GPU, on a CPU: Triton's kernels in its interpreter, the GPU report"
 	@echo "make native  compile the kernels in C++ (folder native/), if they changed"
@@ -22,6 +22,7 @@ help:
 	@echo "make ray     deploy/ray.py on a Ray cluster of three nodes in processes; installs Ray"
 	@echo "make bench-smoke  every script of benchmarks/ on tiny inputs"
 	@echo "make fuzz    damaged files of every format that is read (FUZZ_SECONDS=N)"
+	@echo "make schedules  threads of driver and engine, in 308 chosen orders"
 	@echo "make without-options  the checks of a copy of the project in which an option is deleted, for each"
 	@echo "make check-gpu  the tests that need a CUDA device (torch with CUDA in this environment)"
 	@echo "make check-gpu-offline  Triton's kernels compiled without a GPU, and their machine code examined"
@@ -69,7 +70,7 @@ check: $(READY)
 	$(MAKE) --no-print-directory --jobs 2 lint types imports test
 
 # What is left out of `make check` because it takes longer. Continuous integration runs both.
-ci: processes interpreted check-gpu-offline bench-smoke portable browser fuzz without-options
+ci: processes interpreted check-gpu-offline bench-smoke portable browser fuzz schedules without-options
 
 # With the Python that has a torch for this machine's GPU: make check-gpu PYTHON=python3
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
@@ -161,9 +162,16 @@ FUZZ_SECONDS ?= 120
 fuzz: $(READY) native
 	GREENROOM_FUZZ_SECONDS=$(FUZZ_SECONDS) PYTHONPATH=src $(BIN)/python -m tests.fuzz.run
 
+# Threads of driver, engine and their workers in 308 orders, of which `make check` tries a third.
+schedules: $(READY) native
+	GREENROOM_TEST_EXAMPLES=all $(BIN)/python -m pytest -m "not slow" tests/schedules/test_scenarios.py
+
 # The slow tests, and all examples of those by hypothesis: `make check` tries a third.
+SCHEDULES ?= 20000
 soak: $(READY) native
 	GREENROOM_TEST_EXAMPLES=all $(BIN)/python -m pytest -m "slow or hypothesis"
+	PYTHONPATH=src $(BIN)/python -m tests.schedules.run --schedules $(SCHEDULES)
+	PYTHONPATH=src $(BIN)/python -m tests.schedules.mutants
 
 bench: $(READY) native
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev,bench]"

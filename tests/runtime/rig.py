@@ -86,6 +86,7 @@ class Rig:
         guard: bool = False,
         worker: bool = False,
         tier_slots: int = 0,
+        slots: type[FakeSlots] = FakeSlots,
         **faults: Any,
     ) -> None:
         self.catalog = catalog
@@ -99,7 +100,7 @@ class Rig:
             self.pieces, capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead,
             host=self.tier,
         )  # fmt: skip
-        self.slots = FakeSlots(capacity, catalog.slot_bytes, reserve=catalog.experts)
+        self.slots = slots(capacity, catalog.slot_bytes, reserve=catalog.experts)
         queue = self.scheduler.transfers.queue
         links = ("disk -> host", "host -> device")[: len(queue.lanes)]
         memory = (

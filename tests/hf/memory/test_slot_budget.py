@@ -318,3 +318,18 @@ def test_memory_that_is_set_aside_comes_from_the_slots(watched: Watched) -> None
     watched.model.generate(ids(1, 590), max_new_tokens=2)
     assert watched.greenroom.capacity == budget.full_context_slots == FEWEST - 3
     assert budget.initial_slots() <= experts
+
+
+def test_a_pass_that_began_before_a_resize_does_not_change_the_size(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread resizes the cache after the pass has looked for the budget."""
+    make_room, experts = watched.slot_budget.make_room, watched.greenroom.setup.catalog.experts
+
+    def resize_first(*args: Any) -> None:
+        assert watched.greenroom.resize("100%") == experts
+        make_room(*args)
+
+    monkeypatch.setattr(watched.slot_budget, "make_room", resize_first)
+    watched.model(ids(1, 500))
+    assert watched.greenroom.capacity == experts

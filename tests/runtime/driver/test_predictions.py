@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
 
 from greenroom.errors import ClosedError, StoreError
+from greenroom.runtime.driver.predictions import Predictions
 from tests.runtime.rig import ahead, in_time, threads
 
 
@@ -157,3 +159,19 @@ def test_the_guard_observes_decode_and_decides_for_the_next_pass(rig):
     r.begin()
     r.step(0, 1)
     assert r.scheduler.counts.prefetches == began
+
+
+def test_a_predictor_that_fails_in_its_worker_ends_no_step(rig, monkeypatch):
+    """It is removed while a step asks for it: here after each time that the step looks for it."""
+    r = ahead(rig, lambda layer: [], worker=True)
+    r.begin()
+    r.driver.predictions.drain()
+    foresight = r.driver.predictions.foresight
+    looks = itertools.cycle([foresight, None])
+    look = property(lambda self: next(looks), lambda self, value: None)
+    monkeypatch.setattr(Predictions, "foresight", look, raising=False)
+    for layer in (0, 1):
+        r.step(layer, 0)
+    monkeypatch.undo()
+    r.settle()
+    r.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from greenroom.errors import OutputError
+from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.driver.timeline import COMPUTE, Timeline, lane
 
 
@@ -155,3 +157,19 @@ def test_a_file_that_cannot_be_written_is_an_error_and_the_old_file_stays(tmp_pa
         timeline.save(path)
     assert path.read_text() == "old"
     assert [each.name for each in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_recording_that_ends_during_a_step_disturbs_nothing(rig, monkeypatch):
+    """Another thread may end it at any time: here after each time that the driver looks for it."""
+    looks = itertools.cycle([Timeline(), None])
+    look = property(lambda self: next(looks), lambda self, value: None)
+    monkeypatch.setattr(Driver, "timeline", look, raising=False)
+    r = rig(4, lanes=1)
+    for _ in range(2):
+        r.begin()
+        for layer in (0, 1):
+            for experts in ((0,), (1, 2), (0,)):
+                r.step(layer, *experts)
+        r.driver.end_pass()
+    r.settle()
+    r.check()

@@ -138,7 +138,8 @@ class Greenroom:
         """
         if self.process_bytes is None or (model := self._model()) is None:
             return None
-        slots = self.slot_budget.decode_slots() if self.slot_budget is not None else self.capacity
+        slot_budget = self.slot_budget  # `resize` in another thread removes it
+        slots = self.capacity if slot_budget is None else slot_budget.decode_slots()
         return self.process_bytes + dense_bytes(model) + slots * self.setup.catalog.slot_bytes
 
     @property
@@ -233,7 +234,9 @@ class Greenroom:
         slots = slots_for(cache, self.setup.catalog, "cache")
         self.driver.scheduler.view.check_capacity(slots)
         with self._resize_lock:
-            self.hooks.slot_budget = None
+            slot_budget, self.hooks.slot_budget = self.slot_budget, None
+            if slot_budget is not None:
+                slot_budget.retire()
             self._fixed_slots = slots
             self.driver.resize(slots)
             self._slots_each = slots / len(self.driver.pieces.active_devices)
@@ -282,9 +285,9 @@ class Greenroom:
         def slots() -> LimitedSlots | None:
             if (greenroom := ref()) is None:
                 return None
-            if greenroom.slot_budget is None and fixed:
+            if (slot_budget := greenroom.slot_budget) is None and fixed:
                 return FixedSlots(driver, greenroom._fixed_slots)
-            return greenroom.slot_budget
+            return slot_budget
 
         setup = self.setup
         self.pressure = PressureWatcher(

@@ -62,6 +62,7 @@ class SlotBudget:
     _resized_for: int = field(init=False, default=0)  # bytes of needs at the last resize
     _last_need: MemoryNeeds = field(init=False)  # of the last pass
     _limit: int | None = field(init=False, default=None)  # most slots, while memory is short
+    _retired: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self._block = min(self.context, PREFILL_BLOCK)
@@ -127,6 +128,14 @@ class SlotBudget:
             elif target > now:
                 self._driver.resize(target)
             self._limit, self._resized_for = limit, self._last_need.total
+
+    def retire(self) -> None:
+        """End the control of the number of slots, after a resize that is under way.
+
+        A pass that has begun with this budget in another thread does not resize the cache any more.
+        """
+        with self._lock:
+            self._retired = True
 
     def use_devices(self, devices: Sequence[int]) -> None:
         """Distribute the experts over other devices, with as many slots on each as before.
@@ -236,6 +245,8 @@ class SlotBudget:
 
         Slots are removed whenever they must, and added only if that gains enough.
         """
+        if self._retired:
+            return
         driver = self._driver
         target, now = self._slots(need), driver.scheduler.capacity
         self._last_need = need

@@ -131,8 +131,8 @@ class Driver:
         seconds, waited = now - begin, self.meter.stall_s - stalls
         if not self._prefill:
             self.meter.add_decode(seconds, waited)
-        if self.timeline is not None:
-            self.timeline.add_span("passes", "prompt" if self._prefill else "token", begin, now)
+        if (timeline := self.timeline) is not None:
+            timeline.add_span("passes", "prompt" if self._prefill else "token", begin, now)
         self.predictions.end(self._prefill, seconds, waited, tokens)
 
     def announce_routing(self, layer: int, experts: np.ndarray) -> None:
@@ -191,8 +191,8 @@ class Driver:
             if slots is not None:
                 begin = time.perf_counter()
                 compute(experts, slots)
-                if self.timeline is not None:
-                    self.timeline.add_group(layer, ComputeGroup(pieces, slots), begin)
+                if (timeline := self.timeline) is not None:
+                    timeline.add_group(layer, ComputeGroup(pieces, slots), begin)
                 return
             self._overlapped_work, self._error = overlapped_work, None
             misses = self.scheduler.view.misses
@@ -232,8 +232,8 @@ class Driver:
             compute(action.experts - first, action.slots, *((action.part,) if has_parts else ()))
             if not self._prefill:
                 self.meter.computed_s += time.perf_counter() - begin
-            if self.timeline is not None:
-                self.timeline.add_group(layer, action, begin)
+            if (timeline := self.timeline) is not None:
+                timeline.add_group(layer, action, begin)
             self._handle(Computed(action.device))
         return action
 
@@ -245,8 +245,8 @@ class Driver:
         first = self.pieces.offsets[layer]
 
         def done(error: BaseException | None) -> None:
-            if self.timeline is not None:
-                self.timeline.add_group(layer, action, begin)
+            if (timeline := self.timeline) is not None:
+                timeline.add_group(layer, action, begin)
             with self._lock:
                 if error is not None:
                     self._actions.host_error = self._actions.host_error or error
@@ -356,8 +356,8 @@ class Driver:
                 self._actions.wait_for_action()
                 end = time.perf_counter()
                 self.meter.add_stall(self._layer, cause, end - begin)
-                if self.timeline is not None:
-                    self.timeline.add_stall(self._layer, cause, begin, end)
+                if (timeline := self.timeline) is not None:
+                    timeline.add_stall(self._layer, cause, begin, end)
             return self._actions.popleft()
 
     def _on_delivery(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
@@ -372,9 +372,9 @@ class Driver:
     def _handle_delivery(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
         now = time.perf_counter()
         self.meter.links[action.link].chunk_ended(now, nbytes)
-        if self.timeline is not None:
+        if (timeline := self.timeline) is not None:
             begin = self._chunk_starts[action.link, action.lane]
-            self.timeline.add_chunk(self.links[action.link], action, begin, now)
+            timeline.add_chunk(self.links[action.link], action, begin, now)
         if error is None:
             self.changes.land(action, len(self.links) - 1)
             self._handle_locked(Landed(action.lane, action.piece, action.link))

@@ -105,15 +105,16 @@ class Predictions:
         `observe_routing(inputs)` returns the routing, and the router's input hidden states if
         `inputs` is true. Layers after those that the predictor knows are not observed.
         """
+        foresight = self.foresight  # the worker removes a predictor that fails
         if (
             layer >= self._layers
             or observe_routing is None
             or not self._pass_observed
-            or not self.enabled
+            or foresight is None
+            or self._all_have_slots()
         ):
             return
-        assert self.foresight is not None
-        inputs = self._on and not (self._prefill and self.foresight.stays_in_pass(layer))
+        inputs = self._on and not (self._prefill and foresight.stays_in_pass(layer))
         if self._worker is None:
             self._call(
                 layer, lambda foresight: foresight.predictor.observe(observe_routing(inputs))

@@ -204,8 +204,8 @@ class Admission:
         greenroom, windows = self._greenroom, self.prompts.folder.windows
         last, device = match.segments[-1].blocks, self._batch.device
         room = add_tokens(sequence.cache, match.tokens, last, windows, greenroom.setup, device)
-        if greenroom.slot_budget is not None:
-            greenroom.slot_budget.track(sequence.cache)
+        if (slot_budget := greenroom.slot_budget) is not None:
+            slot_budget.track(sequence.cache)
         sequence.load = self.prompts.load(match, sequence.cache, room)
         return True
 

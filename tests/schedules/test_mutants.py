@@ -1,0 +1,43 @@
+"""Each seeded defect applies to the sources, and the scheduler finds it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.schedules.mutants import MOST, ROOT, SCENARIO_OF, make_copy, patches, search
+from tests.schedules.scenarios import SCENARIOS
+
+
+def test_every_defect_has_a_scenario() -> None:
+    assert set(patches()) == set(SCENARIO_OF)
+    assert set(SCENARIO_OF.values()) <= set(SCENARIOS)
+
+
+@pytest.mark.parametrize("name", patches())
+def test_a_patch_applies(name: str, tmp_path: Path) -> None:
+    for file in re.findall(r"^\+\+\+ b/(.+)$", patches()[name].read_text(), re.MULTILINE):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_bytes((ROOT / file).read_bytes())
+    command = ["git", "apply", "--check", str(patches()[name])]
+    subprocess.run(command, cwd=tmp_path, check=True)
+
+
+def test_a_defect_is_found(tmp_path: Path) -> None:
+    """The one that is found soonest; `make soak` looks for all."""
+    source = make_copy(tmp_path, patches()["host-done"])
+    assert "done(error)" in (source / "greenroom/runtime/driver/host_worker.py").read_text()
+    command = [sys.executable, "-m", "tests.schedules.mutants", "host-done"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = re.search(r"found by schedule (\d+): ThreadFailed", done.stdout)
+    assert found is not None, done.stdout
+    assert int(found[1]) <= MOST
+
+
+def test_without_a_defect_nothing_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    search("host-jobs")
+    assert not capsys.readouterr().out
