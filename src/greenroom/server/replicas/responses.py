@@ -10,14 +10,20 @@ from typing import Any
 from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from greenroom.server.api.ollama.responses import is_empty_line
 from greenroom.server.http.errors import ANTHROPIC_PATH, OLLAMA_PATH, ApiError
-from greenroom.server.http.streams import event
+from greenroom.server.http.streams import BEAT, event
 from greenroom.server.web.calls import Headers
 
 # Paths that all replicas answer.
 EVERYWHERE = ("/metrics", "/v1/admin/cache", "/v1/admin/devices", "/v1/admin/cancel")
 RESPONSES_PATH = "/v1/responses"
 Answer = tuple[str, int, Headers, bytes]  # a replica's name, and status, headers, body
+
+
+def is_beat(path: str, part: bytes) -> bool:
+    """Is a part of a stream only a sign of life, in the format of the API at `path`?"""
+    return part == BEAT or (path.startswith(OLLAMA_PATH) and is_empty_line(part))
 
 
 def last_event(path: str, error: ApiError, number: int) -> bytes:
