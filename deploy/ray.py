@@ -103,10 +103,10 @@ class Gate:
             stream.cancel()
 
     async def _broadcast(self, call: Call) -> Sequence[Answer | BaseException]:
-        found: Sequence[Answer | BaseException] = await self._all.broadcast(
+        results: Sequence[Answer | BaseException] = await self._all.broadcast(
             "answer_at_once", call
         ).results_async(return_exceptions=True)
-        return found
+        return results
 
 
 def build(command: ReplicasCommand) -> serve.Application:

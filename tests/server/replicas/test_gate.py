@@ -1,4 +1,4 @@
-"""What receives requests for several servers: the key first, then bodies within limits."""
+"""The gate of several servers: it checks the key first, and reads bodies within limits."""
 
 from __future__ import annotations
 

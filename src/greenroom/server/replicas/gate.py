@@ -1,4 +1,4 @@
-"""What receives requests for several servers: it checks and reads each, and passes it on.
+"""The gate of several servers: it checks and reads each request, and passes it on.
 
 gate = RequestGate(config, key, replicas=3, ask=ask, broadcast=broadcast, lost=ConnectionError)
 response = await gate.respond(request)
@@ -75,11 +75,11 @@ class RequestGate:
             raise
 
     async def _answer_everywhere(self, call: Call, record: RequestRecord) -> Response:
-        found = await self._broadcast(call)
-        answers = [each for each in found if not isinstance(each, BaseException)]
+        results = await self._broadcast(call)
+        answers = [each for each in results if not isinstance(each, BaseException)]
         if not answers:
             raise TimeoutError
-        status, headers, body = joined(call.path, answers, len(found) - len(answers))
+        status, headers, body = joined(call.path, answers, len(results) - len(answers))
         record.release()
         return _response(Response(body, status), headers)
 

@@ -23,7 +23,10 @@ Answer = tuple[str, int, Headers, bytes]  # a replica's name, and status, header
 
 
 def is_beat(path: str, part: bytes) -> bool:
-    """Is a part of a stream only a sign of life, in the format of the API at `path`?"""
+    """Check whether a part of a stream has no content.
+
+    `path` is that of the API.
+    """
     return part == BEAT or (path.startswith(OLLAMA_PATH) and is_empty_line(part))
 
 

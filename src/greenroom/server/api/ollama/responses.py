@@ -34,7 +34,7 @@ def generate_content(text: str, **more: Any) -> dict[str, Any]:
 
 
 def is_empty_line(data: bytes) -> bool:
-    """Is a line of a stream one that was sent during a silence, without a part of an answer?"""
+    """Check whether a stream's line has no part of an answer, as during a silence."""
     try:
         line = json.loads(data)
     except ValueError:
