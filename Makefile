@@ -13,7 +13,7 @@ help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
 	@echo "             Greenroom does it, and prove that nothing has changed"
 	@echo "make check   formatting, lint, spelling, types, import rules, tests"
-	@echo "make ci      what takes longer than that: processes, interpreted, check-gpu-offline, bench-smoke, portable, browser, ray, fuzz, schedules, without-options"
+	@echo "make ci      what takes longer than that: processes, interpreted, check-gpu-offline, bench-smoke, portable, browser, fuzz, schedules, faults, docs, without-options"
 	@echo "make processes  tests that start whole programs"
 	@echo "make interpreted  what is for a GPU, on a CPU: Triton's kernels in its interpreter, the GPU report"
 	@echo "make native  compile the kernels in C++ (folder native/), if they changed"

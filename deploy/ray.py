@@ -13,10 +13,9 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder: the name of this file would hide the package ray
 
-import asyncio
 import signal
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -27,19 +26,16 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from greenroom.cli.replicas import ReplicasCommand, parse_replicas
-from greenroom.config import Amount, ServeConfig
 from greenroom.errors import GreenroomError
-from greenroom.server.http.errors import ApiError
 from greenroom.server.replicas.affinity import Affinity, Prefix, prefix_of
+from greenroom.server.replicas.gate import RequestGate
 from greenroom.server.replicas.hosted import HostedServer
-from greenroom.server.replicas.relay import refused, relay
-from greenroom.server.replicas.responses import EVERYWHERE, joined
-from greenroom.server.web.calls import Call, Headers
+from greenroom.server.replicas.responses import Answer
+from greenroom.server.web.calls import Call
 
-PROBE_S, SPARE_S = 5.0, 30.0  # that /health waits for a replica; others, beyond --timeout
 NAME = "greenroom"
 CONTROL = 16  # requests to a replica beside those for answers
 
@@ -88,51 +84,29 @@ class Replica(HostedServer):
 class Gate:
     """Receives all requests, and passes each to a replica."""
 
-    def __init__(self, replicas: DeploymentHandle, config: ServeConfig) -> None:
+    def __init__(self, replicas: DeploymentHandle, command: ReplicasCommand) -> None:
         self._all, self._one = replicas, replicas.options(method_name="answer", stream=True)
-        self._max_body = Amount.parse(config.max_body, "--max-body").nbytes or 0
-        self._timeout = config.timeout + SPARE_S
+        self._gate = RequestGate(
+            command.serve, command.key, command.replicas.bounds[1], self._ask, self._broadcast,
+            RayActorError,
+        )  # fmt: skip
 
     async def __call__(self, request: Request) -> Response:
-        path, body = request.url.path, bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > self._max_body:
-                return refused(path, ApiError(413, "the body is larger than --max-body allows"))
-        headers = [(name.lower(), value) for name, value in request.headers.raw]
-        call = Call(request.method, path, headers, bytes(body), request.url.query.encode())
+        return await self._gate.respond(request)
+
+    @asynccontextmanager
+    async def _ask(self, call: Call, failed: list[str]) -> AsyncIterator[Any]:
+        stream = self._one.remote(call, prefix=prefix_of(call.body), failed=failed)
         try:
-            async with asyncio.timeout(PROBE_S if path == "/health" else self._timeout):
-                return await self._answer(call)
-        except TimeoutError:
-            return refused(path, ApiError(503, "no replica is ready", retry_after_s=5))
+            yield stream
+        finally:
+            stream.cancel()
 
-    async def _answer(self, call: Call) -> Response:
-        if call.path in EVERYWHERE:
-            asked = self._all.broadcast("answer_at_once", call)
-            found = await asked.results_async(return_exceptions=True)
-            if not (answers := [each for each in found if isinstance(each, tuple)]):
-                raise TimeoutError
-            status, headers, body = joined(call.path, answers)
-            return _response(Response(body, status), headers)
-        prefix = prefix_of(call.body)
-
-        @asynccontextmanager
-        async def ask(failed: list[str]) -> AsyncIterator[Any]:
-            stream = self._one.remote(call, prefix=prefix, failed=failed)
-            try:
-                yield stream
-            finally:
-                stream.cancel()
-
-        parts = relay(call, ask, RayActorError)
-        status, headers = await anext(parts)
-        return _response(StreamingResponse(parts, status), headers)
-
-
-def _response(response: Response, headers: Headers) -> Response:
-    response.raw_headers = [each for each in headers if each[0] != b"x-request-id"]  # Serve has one
-    return response
+    async def _broadcast(self, call: Call) -> Sequence[Answer | BaseException]:
+        results: Sequence[Answer | BaseException] = await self._all.broadcast(
+            "answer_at_once", call
+        ).results_async(return_exceptions=True)
+        return results
 
 
 def build(command: ReplicasCommand) -> serve.Application:
@@ -164,7 +138,7 @@ def build(command: ReplicasCommand) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=config.timeout,
     )
-    return gate.bind(replica.bind(command), config)
+    return gate.bind(replica.bind(command), command)
 
 
 def application(args: dict[str, Any]) -> serve.Application:

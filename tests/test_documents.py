@@ -147,6 +147,9 @@ def test_make_help_names_its_targets() -> None:
     ci = "processes interpreted check-gpu-offline bench-smoke portable browser ray fuzz"
     not_parallel = "demo check ci native check-gpu gpu-report format soak bench papers papers-train"
     assert helped == {*not_parallel.split(), *ci.split(), "clean", "without-options"}
+    (named,) = re.findall(r'@echo "make ci +[^:]*: (.*)"', text)
+    (targets,) = re.findall(r"^ci: (.*)", text, re.MULTILINE)
+    assert named.split(", ") == targets.split()
 
 
 def counts(pattern: str) -> set[int]:

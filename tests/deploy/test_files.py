@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ def variables(path: Path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines)
 
 
-def compose() -> dict[str, Any]:
-    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+def compose(name: str = "compose.yaml") -> dict[str, Any]:
+    return yaml.safe_load((DEPLOY / name).read_text())
 
 
 def seconds(text: str) -> float:
@@ -120,6 +121,54 @@ def test_prometheus_scrapes_the_server_with_its_key_and_loads_the_rules() -> Non
     assert job["authorization"]["credentials_file"] == "/run/secrets/api-key"
     assert services["prometheus"]["secrets"] == services["greenroom"]["secrets"] == ["api-key"]
     assert job["job_name"] == "greenroom"  # named by an alert
+
+
+def test_grafana_has_its_data_source_and_the_dashboard() -> None:
+    services = compose()["services"]
+    grafana, targets = services["grafana"], dict[str, Path]()
+    for volume in grafana["volumes"]:
+        source, target, *_ = volume.split(":")
+        if source.startswith("./"):
+            targets[target] = DEPLOY / source
+        else:
+            assert source in compose()["volumes"]
+    folder = targets["/etc/grafana/provisioning"]
+    (source,) = yaml.safe_load((folder / "datasources/prometheus.yaml").read_text())["datasources"]
+    host, port = source["url"].removeprefix("http://").split(":")
+    assert port == services[host]["ports"][0].split(":")[-1]
+    assert source["type"] == "prometheus"
+    (provider,) = yaml.safe_load((folder / "dashboards/greenroom.yaml").read_text())["providers"]
+    dashboards = [path for target, path in targets.items() if provider["options"]["path"] in target]
+    assert [json.loads(path.read_text())["title"] for path in dashboards] == ["Greenroom"]
+    assert grafana["environment"]["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/run/secrets/api-key"
+    assert grafana["secrets"] == ["api-key"]
+    assert all(port.startswith("127.0.0.1:") for port in grafana["ports"])
+
+
+def test_extras_and_arguments_of_the_images_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (DEPLOY / "Dockerfile").read_text()
+    defaults = dict(re.findall(r"^ARG (\w+)=(.*)$", text, re.MULTILINE))
+    assert all(re.search(rf"\${name}\b", text) for name in defaults)
+    cuda = compose("compose.cuda.yaml")["services"]["greenroom"]
+    arguments = cuda["build"]["args"]
+    assert arguments.keys() == defaults.keys()
+    for extras in (defaults["EXTRAS"], arguments["EXTRAS"]):
+        assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+        assert {"serve", "pictures"} <= set(extras.split(","))
+    assert "gpu" in arguments["EXTRAS"].split(",")
+    assert defaults["TORCH_INDEX"].endswith("/cpu")
+    assert not arguments["TORCH_INDEX"].endswith("/cpu")
+    (device,) = cuda["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+
+
+def test_the_server_on_a_gpu_has_the_other_options_of_the_composition() -> None:
+    usual, cuda = (compose(name)["services"]["greenroom"]["command"]
+                   for name in ("compose.yaml", "compose.cuda.yaml"))  # fmt: skip
+    assert [word for word in cuda if word != "--device=cuda"] == usual
+    words = [re.sub(r"\$\{\w+:-(.*?)\}", r"\1", word) for word in cuda]
+    assert parsed(["greenroom", *words]).device == "cuda"
 
 
 def test_no_key_is_committed() -> None:

@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from greenroom.cli.early.checks import check_early
 from greenroom.cli.options.fields import add_options, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.serve import add_to, name_of
+from greenroom.cli.serve import add_to, checked_name
 from greenroom.config import Amount, LoadConfig, ServeConfig
 from greenroom.errors import UsageError
 from greenroom.option import above, at_least, check_options, option
@@ -88,9 +87,7 @@ def parse_replicas(program: str, arguments: Sequence[str]) -> ReplicasCommand:
     add_to(parser)
     args: argparse.Namespace = parser.parse_args(arguments)
     load, config = take(args, LoadConfig), take(args, ServeConfig)
-    config.check_drafts()
-    check_early(load)
+    name = checked_name(args.model, load, config)
     key = read_api_key(config.api_key_file)
     check_address(config.host, key)
-    name = config.model_name or name_of(args.model)
     return ReplicasCommand(args.model, name, load, config, take(args, ReplicasConfig), key)

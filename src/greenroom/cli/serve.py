@@ -16,7 +16,7 @@ from greenroom.cli.options.fields import add_model, add_options, add_verbose, ta
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.progress import Progress, collect_garbage, quiet
 from greenroom.config import LoadConfig, ServeConfig
-from greenroom.config.values import parse_adapters
+from greenroom.config.values import adapter_names
 from greenroom.errors import GreenroomError, UsageError
 from greenroom.hf.checkpoint.names import check_name
 
@@ -37,6 +37,20 @@ def add_to(parser: Parser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     load, config = take(args, LoadConfig), take(args, ServeConfig)
+    name = checked_name(args.model, load, config)
+    need_extra("serve")
+    with contextlib.ExitStack() as stack:
+        progress = None
+        if config.log_format == "text":  # JSON lines are for programs
+            progress = stack.enter_context(Progress(f"{args.model}: starting"))
+        _serve(args, name, load, config, progress)
+
+
+def checked_name(model: str, load: LoadConfig, config: ServeConfig) -> str:
+    """Check a server's options together; return the model's name for clients.
+
+    UsageError for options that exclude each other, or an adapter with the model's name.
+    """
     check_early(load)
     if config.batch_invariant and load.approximation() is not None:
         raise UsageError(
@@ -45,17 +59,19 @@ def main(args: argparse.Namespace) -> None:
             " --batch-invariant, or --miss-precision, --skip-below and --substitute-below"
         )
     config.check_drafts()
-    check_name(args.model)
-    need_extra("serve")
-    with contextlib.ExitStack() as stack:
-        progress = None
-        if config.log_format == "text":  # JSON lines are for programs
-            progress = stack.enter_context(Progress(f"{args.model}: starting"))
-        _serve(args, load, config, progress)
+    check_name(model)
+    name = config.model_name or name_of(model)
+    if adapter_names(load.adapter, name):
+        config.check_variants(load)
+    return name
 
 
 def _serve(
-    args: argparse.Namespace, load: LoadConfig, config: ServeConfig, progress: Progress | None
+    args: argparse.Namespace,
+    name: str,
+    load: LoadConfig,
+    config: ServeConfig,
+    progress: Progress | None,
 ) -> None:
     from greenroom.server.http.keys import check_address, read_api_key
 
@@ -67,12 +83,7 @@ def _serve(
     from greenroom.server.http.service import Service
     from greenroom.server.web.listen import open_socket, serve, url_of
 
-    name = config.model_name or name_of(args.model)
-    adapters = [each.name for each in parse_adapters(load.adapter)]
-    if name in adapters:
-        raise UsageError(
-            f"--adapter {name}: the model has this name: write NAME=DIR, or give --model-name"
-        )
+    adapters = adapter_names(load.adapter, name)
     quiet()
     sock = open_socket(config.host, config.port)
     url = url_of(sock)

@@ -69,3 +69,16 @@ def parse_adapters(value: str | tuple[str, ...] | None) -> tuple[NamedAdapter, .
             raise UsageError(f"--adapter {text}: two adapters have the name {name}")
         adapters.append(NamedAdapter(name, path))
     return tuple(adapters)
+
+
+def adapter_names(value: str | tuple[str, ...] | None, model: str) -> tuple[str, ...]:
+    """Return the names of the adapters in `--adapter`; UsageError if the `model` has one of them.
+
+    `model` is the model's name for clients.
+    """
+    names = tuple(each.name for each in parse_adapters(value))
+    if model in names:
+        raise UsageError(
+            f"--adapter {model}: the model has this name: write NAME=DIR, or give --model-name"
+        )
+    return names

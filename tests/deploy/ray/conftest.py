@@ -44,9 +44,9 @@ def cluster() -> Iterator[str]:
 class Deployment:
     """A running `deploy/ray.py`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str) -> None:
         self.url = url
-        self.client = httpx2.Client(base_url=url, timeout=STOP_S)
+        self.client = httpx2.Client(base_url=url, timeout=STOP_S, headers={"x-api-key": key})
 
     def post(self, path: str, body: dict[str, Any]) -> httpx2.Response:
         return self.client.post(path, json={"model": "demo", **body})
@@ -95,16 +95,17 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def deployed(cluster: str, folder: Path, *options: str) -> Iterator[Deployment]:
+def deployed(cluster: str, folder: Path, *options: str, key: str = "") -> Iterator[Deployment]:
     """Run `deploy/ray.py` until its first replica answers; SIGTERM must end it without a trace."""
+    environment = {**os.environ, "GREENROOM_API_KEY": key} if key else None
     port = free_port()
     command = [sys.executable, str(ROOT / "deploy" / "ray.py"), "demo", "--address", cluster,
                "--port", str(port), "--batch-invariant", "--threads", "1", *options]  # fmt: skip
     log = folder / "ray.log"
     with log.open("wb") as output:
-        program = subprocess.Popen(command, stdout=output, stderr=output)
+        program = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
-        running = Deployment(f"http://127.0.0.1:{port}")
+        running = Deployment(f"http://127.0.0.1:{port}", key)
         wait(lambda: b"is served at" in log.read_bytes() or program.poll() is not None, "the model")
         assert program.poll() is None, log.read_text()
         yield running

@@ -13,11 +13,11 @@ from greenroom.server.replicas.affinity import PIECE, Affinity, Prefix, prefix_o
 REPLICAS = ("a", "b", "c")
 
 
-def chat(*texts: str, system: str = "Be kind.") -> Prefix:
+def chat(*texts: str, system: str = "Be kind.", model: str = "demo") -> Prefix:
     roles = ("user", "assistant")
     messages = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
     head = [{"role": "system", "content": system}] if system else []
-    return prefix_of(json.dumps({"messages": [*head, *messages]}).encode())
+    return prefix_of(json.dumps({"model": model, "messages": [*head, *messages]}).encode())
 
 
 def test_a_later_turn_goes_to_the_replica_of_the_first() -> None:
@@ -37,6 +37,17 @@ def test_a_new_conversation_goes_to_the_replica_with_the_fewest_requests() -> No
     assert affinity.order(REPLICAS, chat("four"))[0] == "a"  # longest without a request
     affinity.end("b", "2")
     assert affinity.order(REPLICAS, chat("four"))[0] == "b"
+
+
+def test_a_conversation_belongs_to_the_variant_that_answered_it() -> None:
+    affinity = Affinity(places=8)
+    for replica, model in (("a", "demo"), ("b", "math")):
+        affinity.begin(replica, replica, chat("Hello", model=model))
+        affinity.end(replica, replica)
+    turn = "Hello", "Hi!", "And then?"
+    assert affinity.order(REPLICAS, chat(*turn, model="demo"))[0] == "a"
+    assert affinity.order(REPLICAS, chat(*turn, model="math"))[0] == "b"
+    assert affinity.order(REPLICAS, chat(*turn, model="law"))[0] == "c"
 
 
 def test_a_replica_without_a_free_place_is_left_alone() -> None:

@@ -125,12 +125,32 @@ def test_metrics_of_all_replicas_have_their_names() -> None:
         "# HELP x_total things", "# TYPE x_total counter",
         'x_total{kind="k",replica="a"} 1.0', 'x_total{kind="k",replica="b"} 2.0',
     ]  # fmt: skip
-    status, headers, body = joined("/metrics", [("a", 503, [], b""), ("b", 200, HEAD, page % 1)])
+    status, headers, body = joined("/metrics", [("a", 503, [], b""), ("b", 200, HEAD, page % 1)], 0)
     assert (status, body.count(b"replica=")) == (200, 1)
     assert dict(headers)[b"content-length"] == str(len(body)).encode()
 
 
 def test_a_cancelled_request_is_found_where_it_runs() -> None:
     answers = [("a", 404, [], b"no"), ("b", 200, [], b"done"), ("c", 404, [], b"no")]
-    status, _, body = joined("/v1/admin/cancel", answers)
+    status, _, body = joined("/v1/admin/cancel", answers, 0)
     assert (status, body) == (200, b"done")
+
+
+@pytest.mark.parametrize("path", ["/v1/admin/cache", "/v1/admin/devices"])
+def test_a_change_that_one_replica_refuses_has_failed(path: str) -> None:
+    answers = [("a", 200, [], b'{"slots": 4}'), ("b", 429, [], b'{"error": {"message": "busy"}}')]
+    status, _, body = joined(path, answers, 0)
+    results = {
+        "a": {"status": 200, "slots": 4}, "b": {"status": 429, "error": {"message": "busy"}}
+    }  # fmt: skip
+    assert (status, json.loads(body)) == (429, {"error": {"message": "busy"}, "replicas": results})
+    status, _, body = joined(path, answers[:1], 0)
+    assert (status, json.loads(body)["slots"]) == (200, 4)
+
+
+def test_a_change_that_a_lost_replica_may_not_have_made_has_failed() -> None:
+    status, headers, body = joined("/v1/admin/cache", [("a", 200, HEAD, b'{"slots": 4}')], 1)
+    content = json.loads(body)
+    assert (status, content["replicas"]) == (502, {"a": {"status": 200, "slots": 4}})
+    assert "1 of 2 replicas did not answer" in content["error"]["message"]
+    assert dict(headers)[b"content-length"] == str(len(body)).encode()

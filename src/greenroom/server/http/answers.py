@@ -110,6 +110,7 @@ class AnswerStream:
         if (pictures := job.pictures) is not None and dialogue.pictures is not None:
             service.pixels.take(record, pictures.nbytes, dialogue.pictures.waiting_bytes)
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._begun = asyncio.Event()
         self._early: list[tuple[int, Event]] = []  # of choices whose prompt has no scores yet
         self._scored = [job.prompt_logprobs is None] * len(job.prompts)
         self._tickets: list[Sequence] = []
@@ -161,7 +162,15 @@ class AnswerStream:
             model = self._service.models[self.variant]
             self._service.metrics.observe_answer(event, model)
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+            self._loop.call_soon_threadsafe(self._queue_event, index, event)
+
+    def _queue_event(self, index: int, event: Event) -> None:
+        self._events.put_nowait((index, event))
+        self._begun.set()
+
+    async def wait_for_event(self) -> None:
+        """Wait until the engine has sent the first event of any answer."""
+        await self._begun.wait()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, AnswerDelta | AnswerEnd]]:
         """Yield (index of an answer, the answer's next part). ApiError if an answer fails."""

@@ -35,10 +35,9 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read(request: Request, model: type[Body], limit: int, budget: BodyBudget) -> Body:
-    """Read an HTTP request's body, and parse it as a `model`.
+    """Read an HTTP request's body, and parse it as a `model`; ApiError if it is not valid.
 
-    ApiError if the body is larger than `limit` bytes, takes too long to arrive, or is not valid.
-    The body's bytes count against `budget` until the request ends; Busy if too few are left.
+    Limits and further errors are those of `receive`.
     """
     kind = request.headers.get("content-type")
     # Foreign web pages can send other types, or none, without a CORS preflight. Browsers send the
@@ -51,13 +50,22 @@ async def read(request: Request, model: type[Body], limit: int, budget: BodyBudg
     if encoding != "identity":
         message = f"a body encoded as {encoding[:40]!r} is not supported: send it without encoding"
         raise ApiError(415, message, close=True)
+    data = await receive(request, limit, budget)
+    return await asyncio.to_thread(parse, model, data)
+
+
+async def receive(request: Request, limit: int, budget: BodyBudget) -> bytes:
+    """Read an HTTP request's body.
+
+    ApiError if the body is larger than `limit` bytes, or takes too long to arrive. The body's bytes
+    count against `budget` until the request ends; Busy if too few are left.
+    """
     try:
-        data = await asyncio.wait_for(_collect(request, limit, budget), BODY_S)
+        return await asyncio.wait_for(_collect(request, limit, budget), BODY_S)
     except TimeoutError:
         raise ApiError(
             408, f"the body did not arrive within {BODY_S:g} seconds", close=True
         ) from None
-    return await asyncio.to_thread(parse, model, data)
 
 
 async def _collect(request: Request, limit: int, budget: BodyBudget) -> bytes:

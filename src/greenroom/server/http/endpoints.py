@@ -60,6 +60,11 @@ class ResponseBuilder:
         return self.result()
 
     async def events(self) -> AsyncIterator[bytes]:
+        """Yield the encoded parts of a stream, none before the engine has begun an answer.
+
+        Until then another replica can answer the request instead.
+        """
+        await self._answers.wait_for_event()
         async for data in self.parts():
             yield self.event(data)
         if closing := self.closing_events():

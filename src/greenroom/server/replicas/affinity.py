@@ -49,7 +49,9 @@ def prefix_of(body: bytes) -> Prefix:
         if not (isinstance(turn, dict) and turn.get("role") in INSTRUCTING):
             break
         shared += 1
-    digests, instructions, chain = list[str](), 0, hashlib.sha256()
+    # Variants of a model share no keys and values.
+    chain = hashlib.sha256(json.dumps(request.get("model")).encode())
+    digests, instructions = list[str](), 0
     for number, part in enumerate([*head, *turns]):
         text = json.dumps(part)
         for first in range(0, len(text), PIECE):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from greenroom.config import LoadConfig, ServeConfig
+from greenroom.config.values import adapter_names
 from greenroom.errors import GreenroomError
 from greenroom.server.chat.local import wait_until_loaded
 from greenroom.server.engine.start import start
@@ -21,8 +22,8 @@ from greenroom.server.web.calls import Call, call_app
 class HostedServer:
     """A server of one model, which answers calls in place of HTTP.
 
-    `name` stands in its answers, `model_name` is the model's name for clients. The constructor
-    waits until the model is loaded; GreenroomError if that fails.
+    `name` stands in its answers, `model_name` is the model's name for clients, who may also name an
+    adapter. The constructor waits until the model is loaded; GreenroomError if that fails.
     """
 
     def __init__(
@@ -32,8 +33,9 @@ class HostedServer:
         if load.threads is None:  # the other program may have set the default of all libraries
             load = replace(load, threads=len(os.sched_getaffinity(0)))
         self._name = name
-        self._engine = start(model, load, config)
-        self._service = Service(self._engine, config, model_name, key)
+        adapters = adapter_names(load.adapter, model_name)
+        self._engine = start(model, load, config, variants=True)
+        self._service = Service(self._engine, config, model_name, key, adapters=adapters)
         try:
             wait_until_loaded(self._engine, lambda share: None)
             self._service.warm().result()

@@ -14,8 +14,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from greenroom.server.http.errors import ApiError
-from greenroom.server.http.streams import BEAT
-from greenroom.server.replicas.responses import last_event
+from greenroom.server.replicas.responses import is_beat, last_event
 from greenroom.server.web.calls import Call, Headers
 
 TRIES = 3  # replicas that a request is sent to, one after another
@@ -47,7 +46,7 @@ async def relay(call: Call, ask: Ask, lost: type[Exception]) -> AsyncIterator[An
                     if not sent:
                         yield status, headers
                         sent = True
-                    begun = begun or part != BEAT
+                    begun = begun or not is_beat(call.path, part)
                     events += part.count(b"\ndata: ")
                     yield part
                 else:

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from greenroom import __version__
+from greenroom.config import ServeConfig
 from greenroom.errors import GreenroomError
 from greenroom.server.api import chat, completions, messages, operations, responses
 from greenroom.server.api.ollama import answers as ollama_answers
@@ -41,15 +42,18 @@ APIS = (
 
 def create_app(service: Service) -> ASGIApp:
     """Make the ASGI app of a service: all routes, the key check, request ids and the log."""
-    page_files = () if service.config.no_page else assets()
-    check = KeyCheck(service.key, service.config.host, page_files)
-    app: ASGIApp = CheckMiddleware(api(service), check)
+    app: ASGIApp = CheckMiddleware(api(service), key_check(service.config, service.key))
     if service.config.allowed_origins is not None:
         origins = [origin.strip() for origin in service.config.allowed_origins.split(",")]
         app = CORSMiddleware(
             app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     return LoggingMiddleware(CheckMiddleware(app, head_error), service.log)
+
+
+def key_check(config: ServeConfig, key: str | None) -> KeyCheck:
+    """Make the check of a server's API key; files of the live page need no key."""
+    return KeyCheck(key, config.host, () if config.no_page else assets())
 
 
 def api(service: Service) -> FastAPI:

@@ -33,6 +33,17 @@ def generate_content(text: str, **more: Any) -> dict[str, Any]:
     return {"response": text, **more}
 
 
+def is_empty_line(data: bytes) -> bool:
+    """Check whether a stream's line has no part of an answer, as during a silence."""
+    try:
+        line = json.loads(data)
+    except ValueError:
+        return False
+    content = {name: line[name] for name in line if name not in ("model", "created_at")}
+    empty = {"done": False}
+    return content in ({**chat_content(""), **empty}, {**generate_content(""), **empty})
+
+
 def durations(finished: Finished) -> dict[str, int]:
     """Return an answer's times in nanoseconds and its token counts, by Ollama's names.
 
