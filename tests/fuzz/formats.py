@@ -222,6 +222,34 @@ def read_published(name: str) -> Callable[[bytes, Path], None]:
     return read
 
 
+def _parquet() -> list[bytes]:
+    from greenroom.study import save_parquet
+
+    return _written(lambda path: save_parquet(_trace(), path))
+
+
+def read_parquet(data: bytes, folder: Path) -> None:
+    from greenroom.study import load_parquet
+
+    load_parquet(saved("trace.parquet", data, folder))
+
+
+def _flame() -> list[bytes]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = {"indices": [[0, 3], [2, 1], [1, 0]], "scores": [[0.5, 0.5], [0.25, 0.75], [0.0, 1.0]]}
+    return _written(lambda path: parquet.write_table(pa.table(rows), path))
+
+
+def read_flame(data: bytes, folder: Path) -> None:
+    from greenroom.study import load_published
+
+    for layer in (2, 3):
+        saved(f"layer_{layer:02}.parquet", data, folder)
+    load_published("flame-moe", folder)
+
+
 # ---- JSON of our own
 
 
@@ -493,6 +521,8 @@ OWN = {
     "trace": Format(_trace_files, read_trace, safetensors, safetensors_join),
     "journal": Format(_journal_files, read_trace, records, records_join),
     "npz": Format(_npz_files, read_trace, members, members_join),
+    "parquet": Format(_parquet, read_parquet),
+    "published-parquet": Format(_flame, read_flame),
     "profile": Format(_profile, read_profile, plain, plain_join),
     "pins": Format(_pins, read_pins, plain, plain_join),
     "budgets": Format(_budgets, read_budgets, plain, plain_join),

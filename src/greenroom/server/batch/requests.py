@@ -86,6 +86,7 @@ def _request(line: bytes, offset: int, model: str) -> BatchRequest:
     """Make a request of a line; ValueError says what is wrong with the line."""
     try:
         content = json.loads(line)
+        digest = digest_of(content)
     except (ValueError, RecursionError) as error:
         raise ValueError("not a JSON object") from error
     if not isinstance(content, dict):
@@ -108,4 +109,4 @@ def _request(line: bytes, offset: int, model: str) -> BatchRequest:
             if isinstance(body.get("model"), str)
             else "model must be a text"
         )
-    return BatchRequest(name, content["url"], digest_of(content), offset)
+    return BatchRequest(name, content["url"], digest, offset)
