@@ -21,7 +21,7 @@ help:
 	@echo "make browser  the live page in Chromium, which is installed by apt-get where that is allowed"
 	@echo "make ray     deploy/ray.py on a Ray cluster of three nodes in processes; installs Ray"
 	@echo "make bench-smoke  every script of benchmarks/ on tiny inputs"
-	@echo "make fuzz    damaged files of every format that is read (FUZZ_SECONDS=N)"
+	@echo "make fuzz    damaged files and requests of every format that is read (FUZZ_SECONDS=N, FUZZ_INPUTS=N)"
 	@echo "make without-options  the checks of a copy of the project in which an option is deleted, for each"
 	@echo "make check-gpu  the tests that need a CUDA device (torch with CUDA in this environment)"
 	@echo "make check-gpu-offline  Triton's kernels compiled without a GPU, and their machine code examined"
@@ -155,14 +155,17 @@ APART := tests/config tests/core tests/sim tests/plan tests/cli tests/hf/attach 
 without-options: $(READY) native
 	TESTS="$(APART)" $(BIN)/python tests/without_options.py
 
-# Damaged files of every format that is read, for so many seconds; what is read wrongly is kept in
-# tests/data/corpus, which `make check` reads again.
-FUZZ_SECONDS ?= 120
+# Damaged files of every format that is read, for so many seconds of the processor, or so many files;
+# what is read wrongly is kept in tests/data/corpus, which `make check` reads again.
+FUZZ_SECONDS ?= 60
 fuzz: $(READY) native
-	GREENROOM_FUZZ_SECONDS=$(FUZZ_SECONDS) PYTHONPATH=src $(BIN)/python -m tests.fuzz.run
+	GREENROOM_FUZZ_SECONDS=$(FUZZ_SECONDS) GREENROOM_FUZZ_INPUTS=$(FUZZ_INPUTS) PYTHONPATH=src \
+		$(BIN)/python -m tests.fuzz
 
-# The slow tests, and all examples of those by hypothesis: `make check` tries a third.
+# The slow tests, all examples of those by hypothesis (`make check` tries a third), and a million more
+# damaged files: the counts of all runs add up in build/soak/counts.json.
 soak: $(READY) native
+	$(MAKE) --no-print-directory fuzz FUZZ_INPUTS=1000000
 	GREENROOM_TEST_EXAMPLES=all $(BIN)/python -m pytest -m "slow or hypothesis"
 
 bench: $(READY) native

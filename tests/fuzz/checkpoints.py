@@ -20,6 +20,15 @@ from tests.fuzz.formats import (
 )
 
 DATA = Path(__file__).parents[1] / "data"
+DATA_BYTES = 80_000  # more than a GGUF file of the tiny model has
+QUANTISED: list[dict[str, Any]] = [  # settings of quantised checkpoints
+    {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+    {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+         "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}}}},
+]  # fmt: skip
 LARGEST_PACK = 64 << 20  # bytes of a sparse file that stands for the experts
 
 
@@ -49,8 +58,10 @@ def _folder(source: Path, folder: Path, name: str, data: bytes) -> Path:
 def _configs() -> list[bytes]:
     from tests.models import make
 
+    (plain,) = _file("config.json")
     others = [make(name).config.to_dict() for name in ("deepseek_v3", "gpt_oss")]
-    return _file("config.json") + [json.dumps(each, default=str).encode() for each in others]
+    others += [json.loads(plain) | {"quantization_config": each} for each in QUANTISED]
+    return [plain, *(json.dumps(each, default=str).encode() for each in others)]
 
 
 def read_config(data: bytes, folder: Path) -> None:
@@ -125,6 +136,27 @@ def read_generation(data: bytes, folder: Path) -> None:
 
 def _ggufs() -> list[bytes]:
     return [(DATA / "gguf" / name).read_bytes() for name in ("Q4_0.gguf", "MXFP4_MOE.gguf")]
+
+
+def header_only(data: bytes) -> Pieces:
+    """A GGUF file without its tensors' data, which no reader looks at."""
+    from tempfile import NamedTemporaryFile
+
+    from greenroom.hf.checkpoint.gguf_file import Cursor
+
+    with NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        cursor = Cursor(file.name)
+        for _ in cursor.pairs():
+            pass
+        for _ in range(cursor.tensors):
+            cursor.entry()
+    return [], [data[: cursor.at]]
+
+
+def header_only_join(pieces: Pieces) -> bytes:
+    return pieces[1][0] + bytes(max(0, DATA_BYTES - len(pieces[1][0])))
 
 
 def read_gguf(data: bytes, folder: Path) -> None:
@@ -358,7 +390,7 @@ CHECKPOINTS = {
     "generation": Format(
         lambda: _file("generation_config.json"), read_generation, plain, plain_join
     ),
-    "gguf": Format(_ggufs, read_gguf),
+    "gguf": Format(_ggufs, read_gguf, header_only, header_only_join),
     "pack": Format(_pack_headers, read_pack, plain, pack_join),
     "template": Format(_templates, read_template),
     "adapter": Format(_adapters, read_adapter, adapter, adapter_join),

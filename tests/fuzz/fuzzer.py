@@ -65,15 +65,25 @@ class Fuzzer:
         self.number = self.failed = 0
 
     def run(self, seconds: float, most: int = 1 << 62, stop: bool = False) -> None:
-        """Read inputs for so many seconds, at most so many; `stop` after the first failure."""
+        """Read inputs for so many seconds, at most so many; `stop` after the first failure.
+
+        The seconds are those of the processor, on a busy machine too, or ten times as many by the
+        clock, for readers that wait for another process.
+        """
         coverage.HITS[:] = self._hits
-        until, last = time.monotonic() + seconds, self.number + most
+        until, late = time.process_time() + seconds, time.monotonic() + 10 * seconds
+        last = self.number + most
+
+        def goes_on() -> bool:
+            in_time = time.process_time() < until and time.monotonic() < late
+            return in_time and self.number < last and not (stop and self.failed)
+
         with TemporaryDirectory(prefix="fuzz-", dir=MEMORY) as folder:
-            while time.monotonic() < until and self.number < last and not (stop and self.failed):
+            while goes_on():
                 with limits():
-                    for _ in range(min(SERIES, last - self.number)):
+                    for _ in range(SERIES):
                         self._try(next(self._first, None) or self.next(), Path(folder))
-                        if time.monotonic() >= until or (stop and self.failed):
+                        if not goes_on():
                             break
         self._hits = bytes(coverage.HITS)
 

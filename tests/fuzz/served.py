@@ -21,6 +21,7 @@ from tests.fuzz.formats import Format, Pieces, lines, lines_join, plain, plain_j
 
 TRANSCRIPTS = Path(__file__).parents[1] / "clients" / "transcripts"
 NAME = "tiny"
+LONGEST_OPTION = 400  # characters
 LONGEST = 3000  # bytes of a request of a real client that is a seed
 MOST = 12  # seeds of an API
 CONTEXT = 4096
@@ -298,13 +299,13 @@ def read_option(data: bytes, folder: Path) -> None:
     from greenroom.policies import policy
     from greenroom.predictors import predictor
 
-    name, _, text = data.decode(errors="replace").partition("\n")
+    name, _, text = data.decode(errors="replace").replace("\0", "").partition("\n")
     readers: dict[str, Callable[[str], object]] = {
         "memory": lambda text: parse_memory(text, "--memory").of(1 << 40), "device": parse_device,
         "adapter": lambda text: parse_adapters((text,)), "scope": scope_of, "split": split_of,
         "policy": policy, "prefetch": predictor,
     }  # fmt: skip
-    readers.get(name, lambda text: Amount.parse(text, "--cache").of(1 << 40))(text[:9999])
+    readers.get(name, lambda text: Amount.parse(text, "--cache").of(1 << 40))(text[:LONGEST_OPTION])
 
 
 # ---- HTTP itself
@@ -501,13 +502,14 @@ def _streams() -> list[bytes]:
         "tokens": {"prompt": 1, "reused": 0, "new": 2},
         "requests": {},
     }
+    whole: Any = {"data": [{"id": "m"}], "slots": 5, **stats, **chunks[2], "usage": {}}
     return [
+        b"200\n" + json.dumps(whole).encode(),
         b"200\n" + b"\n".join(json.dumps(each).encode() for each in chunks),
         b'200\n{"error": {"message": "no"}}',
-        b'429\n{"error": {"message": "busy", "type": "x"}}',
-        b'200\n{"data": [{"id": "m"}], "slots": 5}',
+        b'500\n{"error": {"message": "busy", "type": "x"}}',
         b"200\n" + json.dumps(stats).encode(),
-    ]  # fmt: skip
+    ]
 
 
 def stream(data: bytes) -> Pieces:
@@ -529,20 +531,39 @@ def _response(data: bytes, events: bool = False) -> httpx2.Response:
     return httpx2.Response(code, content=body, headers={"content-type": "text/event-stream"})
 
 
+@cache
+def _backend() -> Any:
+    """A client of a server, of which each input is the next response."""
+    from greenroom.config import SamplingConfig
+    from greenroom.server.chat.remote import RemoteBackend
+
+    backend = RemoteBackend("http://localhost", None, SamplingConfig(), NAME)
+    backend.close()
+    backend._client = httpx2.Client(base_url="http://localhost", transport=_transport())
+    return backend
+
+
+@cache
+def _answerer() -> Any:
+    from greenroom.server.batch.remote import RemoteAnswerer
+
+    answerer = RemoteAnswerer("http://localhost", None)
+    answerer._client = httpx2.AsyncClient(base_url="http://localhost", transport=_transport())
+    return answerer
+
+
+def _transport() -> httpx2.MockTransport:
+    return httpx2.MockTransport(lambda request: httpx2.Response(200))
+
+
 def read_stream(data: bytes, folder: Path) -> None:
     """As `greenroom chat --url` does: an answer, its last line, and what its commands show."""
     from greenroom.cli.terminal.session import closing_line
     from greenroom.cli.terminal.summary import summary
-    from greenroom.config import SamplingConfig
-    from greenroom.server.chat.remote import RemoteBackend
 
-    def respond(request: httpx2.Request) -> httpx2.Response:
-        return _response(data, request.url.path == "/v1/chat/completions")
-
-    backend = RemoteBackend("http://localhost", None, SamplingConfig(), NAME)
-    backend.close()
-    backend._client = httpx2.Client(
-        base_url="http://localhost", transport=httpx2.MockTransport(respond)
+    backend = _backend()
+    backend._client._transport.handler = lambda request: _response(  # type: ignore[attr-defined]
+        data, request.url.path == "/v1/chat/completions"
     )
     first: GreenroomError | None = None
     for part in (
@@ -555,14 +576,12 @@ def read_stream(data: bytes, folder: Path) -> None:
             part()
         except GreenroomError as error:
             first = first or error
-    backend.close()
     if first is not None:
         raise first
 
 
 def read_batch_answer(data: bytes, folder: Path) -> None:
     """As `greenroom batch --url` does."""
-    from greenroom.server.batch.remote import RemoteAnswerer
     from greenroom.server.batch.requests import read_requests
     from greenroom.server.batch.results import Results
     from greenroom.server.batch.run import BatchRun
@@ -572,19 +591,12 @@ def read_batch_answer(data: bytes, folder: Path) -> None:
     (folder / "answers").unlink(missing_ok=True)
 
     async def run() -> BatchRun:
-        answerer = RemoteAnswerer("http://localhost", None)
-        await answerer.close()
-        answerer._client = httpx2.AsyncClient(
-            base_url="http://localhost",
-            transport=httpx2.MockTransport(lambda request: _response(data)),
-        )
-        try:
-            with Results(folder / "answers", requests) as results:
-                made = BatchRun(answerer, 1, results, lambda: None)
-                await made.run(source, requests)
-                return made
-        finally:
-            await answerer.close()
+        answerer = _answerer()
+        answerer._client._transport.handler = lambda request: _response(data)
+        with Results(folder / "answers", requests) as results:
+            made = BatchRun(answerer, 1, results, lambda: None)
+            await made.run(source, requests)
+            return made
 
     if data.partition(b"\n")[0] in (b"429", b"503"):
         return  # the request would be sent again, for minutes
