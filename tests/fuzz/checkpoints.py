@@ -258,10 +258,9 @@ def read_unfinished(data: bytes, folder: Path) -> None:
 
 
 def _templates() -> list[bytes]:
-    from tests.pictures import TEMPLATE
-    from tests.server.conftest import PLAIN, thinker_tokenizer
+    from tests.server.conftest import thinker_tokenizer
 
-    return [each.encode() for each in (thinker_tokenizer().chat_template, PLAIN, TEMPLATE)]
+    return [thinker_tokenizer().chat_template.encode()]
 
 
 @cache
@@ -308,7 +307,7 @@ def _experts() -> Any:
 def _adapters() -> list[bytes]:
     """A list of the changed experts, and the file with their tensors."""
     checkpoint, experts = _experts()
-    chosen = [name for name in experts if ".layers.1." in name and ".experts.2." in name]
+    chosen = [name for name in experts if ".layers.2." in name and ".experts.5." in name]
     header, at = {}, 0
     for name in chosen:
         tensor = checkpoint.stored[name]
@@ -317,7 +316,7 @@ def _adapters() -> list[bytes]:
         header[name] = {"dtype": code, "shape": [*tensor.shape], "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
-    listed = json.dumps({"experts": {"1": [2]}, "shared_experts": False}).encode()
+    listed = json.dumps({"experts": {"2": [5]}, "shared_experts": False}).encode()
     return [listed + b"\n" + len(text).to_bytes(8, "little") + text + bytes(at)]
 
 
@@ -377,7 +376,7 @@ def read_listing(data: bytes, folder: Path) -> None:
 
 
 CHECKPOINTS = {
-    "config": Format(_configs, read_config, plain, plain_join),
+    "config": Format(_configs, read_config, plain, plain_join, weight=5),
     "index": Format(lambda: _file("model.safetensors.index.json"), read_index, plain, plain_join),
     "header": Format(_headers, read_header, safetensors, safetensors_join),
     "tokenizer": Format(
@@ -391,7 +390,7 @@ CHECKPOINTS = {
         lambda: _file("generation_config.json"), read_generation, plain, plain_join
     ),
     "gguf": Format(_ggufs, read_gguf, header_only, header_only_join),
-    "pack": Format(_pack_headers, read_pack, plain, pack_join),
+    "pack": Format(_pack_headers, read_pack, plain, pack_join, weight=4),
     "template": Format(_templates, read_template),
     "adapter": Format(_adapters, read_adapter, adapter, adapter_join),
     "hub-listing": Format(_listings, read_listing, plain, plain_join),

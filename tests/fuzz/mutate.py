@@ -30,7 +30,7 @@ RAW = {  # text that no encoder writes, by what stands for it until the JSON is 
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, 255, 65536, 2**31, 2**32, 2**53, 10**9, 2**62, 2**63, 2**64,
     10**30, 0.5, -0.0, 1.5, -1.5, 1e-320, 1e308, "", "x", "0", "-1", "auto", "../x", "/", "\u0663",
-    "é\u2028", "a\nb", "a" * 3000, [], {}, [[]], [0] * 40, [-1], ["x"], {"a": 1}, {"": None}, *RAW,
+    "é\u2028", "a\nb", "a" * 3000, [], {}, [[]], [0] * 40, [-1], ["x"], {"a": 1}, {"": None},
 ]  # fmt: skip
 NUMBERS = [0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1,
            2**63, 2**64 - 1]  # fmt: skip
@@ -66,12 +66,12 @@ class Mutator:
     def _edited(self, found: Any, other: bytes) -> Any:
         random, place = self._random, self._place(found)
         if place is None or random.random() < 0.02:
-            return self._odd()
+            return self._odd(found)
         inside, key = place
         action = random.choice(ACTIONS)
         if action == "near" and type(inside[key]) in (int, float):
             inside[key] = random.choice(
-                [inside[key] + 1, inside[key] - 1, -inside[key], 2 * inside[key]]
+                [0, inside[key] + 1, inside[key] - 1, -inside[key], 2 * inside[key]]
             )
         elif action == "drop":
             del inside[key]
@@ -84,21 +84,25 @@ class Mutator:
         elif action == "repeat" and isinstance(inside[key], list):
             inside[key] = (inside[key] * 50)[:1000]
         elif action == "rename" and isinstance(inside, dict):
-            names = ["", "a", f"{key}x", *inside, random.choice(self._names)]
+            names = ["", f"{key}x", random.choice([*inside]), random.choice(self._names)]
             inside[random.choice(names)] = inside.pop(key)
         elif action == "add" and isinstance(inside, dict):
-            inside[random.choice(self._names)] = self._odd()
+            inside[random.choice(self._names)] = self._odd(None)
         else:
-            inside[key] = self._odd()
+            inside[key] = self._odd(inside[key])
         return found
 
-    def _odd(self) -> Any:
-        chance = self._random.random()
+    def _odd(self, before: Any) -> Any:
+        """A value in place of another one; often of its type, which more readers let pass."""
+        random, chance = self._random, self._random.random()
+        if chance < 0.03:
+            return random.choice([*RAW])
         if chance < 0.15:
-            return self._random.choice(self._names)
+            return random.choice(self._names)
         if chance < 0.25:
-            return self._random.choice(self._numbers) + self._random.choice((-1, 0, 0, 1))
-        return deepcopy(self._random.choice(ODD))
+            return random.choice(self._numbers) + random.choice((-1, 0, 0, 1))
+        same = [each for each in ODD if type(each) is type(before)] if chance < 0.6 else []
+        return deepcopy(random.choice(same or ODD))
 
     def _place(self, found: Any) -> tuple[Any, Any] | None:
         """A list or an object in a JSON value, and a key of it; lower ones are as likely."""
@@ -110,7 +114,7 @@ class Mutator:
                 random.randrange(len(inside))
             )  # fmt: skip
             below = inside[key]
-            if not isinstance(below, dict | list) or not below or random.random() < 0.25:
+            if not isinstance(below, dict | list) or not below or random.random() < 0.35:
                 return inside, key
             inside = below
 

@@ -8,7 +8,7 @@ import sys
 
 from tests.counts import add_all, totals
 from tests.fuzz import coverage
-from tests.fuzz.fuzzer import FORMATS, Fuzzer
+from tests.fuzz.fuzzer import FORMATS, Fuzzer, share
 from tests.fuzz.kept import POOL, Shared
 
 SLICE_S = 1.0  # for a format, until it is another's turn
@@ -18,9 +18,10 @@ def run(names: list[str], shared: Shared) -> int:
     """Fuzz formats within the limits that the environment sets; 1 if any input failed."""
     fuzzers = _fuzzers(names, shared)
     inputs = int(os.environ.get("GREENROOM_FUZZ_INPUTS") or 0)
-    seconds = float(os.environ.get("GREENROOM_FUZZ_SECONDS") or 60) / len(fuzzers)
+    seconds = float(os.environ.get("GREENROOM_FUZZ_SECONDS") or 60)
+    shares = sum(share(each.name) for each in fuzzers)
     for fuzzer in fuzzers if not inputs else ():
-        fuzzer.run(seconds)
+        fuzzer.run(seconds * share(fuzzer.name) / shares)
     while (left := inputs - sum(each.number for each in fuzzers)) > 0:
         for fuzzer in fuzzers:
             fuzzer.run(SLICE_S, -(-left // len(fuzzers)))

@@ -92,6 +92,8 @@ def read_request(path: str, data: bytes, model: Any, builder: Any = None) -> Any
     from greenroom.server.http.request_log import RequestRecord
 
     service, record = _service(), RequestRecord("request", "POST", path)
+    if len(data) > service.max_body:
+        return None
     try:
         body = bodies.parse(model, data)
         if name := getattr(body, "model", None):
@@ -199,7 +201,7 @@ def _messages() -> list[bytes]:
 
 
 def _ollama() -> list[bytes]:
-    options = {"temperature": 0.5, "num_predict": 4, "stop": ["x"], "seed": 1, "num_ctx": 100}
+    options = {"temperature": 0.5, "num_predict": 4, "stop": ["x"], "seed": 1, "num_ctx": 1000}
     function = {"type": "function", "function": TOOL}
     call = {"function": {"name": "look", "arguments": {"at": ""}}}
     bodies = {
@@ -299,13 +301,14 @@ def read_option(data: bytes, folder: Path) -> None:
     from greenroom.policies import policy
     from greenroom.predictors import predictor
 
-    name, _, text = data.decode(errors="replace").replace("\0", "").partition("\n")
+    name, _, text = data.decode(errors="replace").partition("\n")
+    text = "".join(text.replace("\0", "").splitlines())[:LONGEST_OPTION]
     readers: dict[str, Callable[[str], object]] = {
         "memory": lambda text: parse_memory(text, "--memory").of(1 << 40), "device": parse_device,
         "adapter": lambda text: parse_adapters((text,)), "scope": scope_of, "split": split_of,
         "policy": policy, "prefetch": predictor,
     }  # fmt: skip
-    readers.get(name, lambda text: Amount.parse(text, "--cache").of(1 << 40))(text[:LONGEST_OPTION])
+    readers.get(name, lambda text: Amount.parse(text, "--cache").of(1 << 40))(text)
 
 
 # ---- HTTP itself

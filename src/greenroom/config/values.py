@@ -63,8 +63,8 @@ def parse_adapters(value: str | tuple[str, ...] | None) -> tuple[NamedAdapter, .
             name, path = Path(text).absolute().name, text
         if not path or not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}", name, re.ASCII):
             raise UsageError(
-                f"--adapter {printable(text)}: write NAME=DIR, with a name of at most 64 letters, digits, dots"
-                " and dashes"
+                f"--adapter {printable(text)}: write NAME=DIR, with a name of at most 64 letters,"
+                " digits, dots and dashes"
             )
         if name in [each.name for each in adapters]:
             raise UsageError(f"--adapter {printable(text)}: two adapters have the name {name}")
