@@ -4,6 +4,7 @@
     GREENROOM_FUZZ_SECONDS=600 python -m tests.fuzz gguf    # some of them
     GREENROOM_FUZZ_INPUTS=1000000 python -m tests.fuzz      # so many inputs together
     python -m tests.fuzz --table                            # the results of all runs
+    python -m tests.fuzz --blind                            # without guidance, to compare with
 
 Another run tries other inputs, unless GREENROOM_FUZZ_SEED is set. Exit code 1 where any input
 failed: it lies in tests/data/corpus then, and `make check` fails until it is read well.
@@ -21,7 +22,7 @@ def main(shared: Shared) -> int:
     coverage.install()
     from tests.fuzz import run  # imports Greenroom, after the change of how that is done
 
-    names = [name for name in sys.argv[1:] if name != "--table"]
+    names = [name for name in sys.argv[1:] if not name.startswith("--")]
     return (run.table if "--table" in sys.argv else run.run)(names, shared)
 
 

@@ -42,6 +42,7 @@ class Fuzzer:
     pool:     folder of inputs of earlier runs that reached new code, and of those of this run
     failures: folder for inputs that are read wrongly
     each:     called with every input before it is read
+    guided:   whether inputs that reach new code are changed further
     number, failed: of inputs so far
     """
 
@@ -52,9 +53,10 @@ class Fuzzer:
         pool: Path | None = None,
         failures: Path = CORPUS,
         each: Callable[[str, bytes], object] = lambda name, data: None,
+        guided: bool = True,
     ) -> None:
         begin(name)
-        self.name, self._form, self._each = name, FORMATS[name], each
+        self.name, self._form, self._each, self._guided = name, FORMATS[name], each, guided
         self._folder, self._failures = pool and pool / name, failures / name
         self._random = Random(f"{name} {first}")
         self._mutator = Mutator(self._random, coverage.constants(name))
@@ -149,9 +151,7 @@ class Fuzzer:
         self.number += 1
         if found is not None:
             self._report(data, found)
-        elif (coverage.reached() > before or self.number <= len(self._seeds)) and (
-            len(data) <= self._longest
-        ):
+        elif self._guided and coverage.reached() > before and len(data) <= self._longest:
             self._pool.append(data)
             if self._folder is not None and data not in self._seeds:
                 write(self._folder, data)

@@ -31,8 +31,10 @@ def run(names: list[str], shared: Shared) -> int:
         all_statements = coverage.statements(each.name)
         print(f"{each.name}: {each.number:,} inputs, {each.failed} failed, {each.reached} of"
               f" {all_statements} statements", flush=True)  # fmt: skip
-    failed = sum(each.failed for each in fuzzers)
-    print(f"all formats: {sum(each.number for each in fuzzers):,} inputs, {failed} failed")
+    number, failed, reached = (
+        sum(getattr(each, name) for each in fuzzers) for name in ("number", "failed", "reached")
+    )
+    print(f"all formats: {number:,} inputs, {failed} failed, {reached:,} statements")
     return 1 if failed else 0
 
 
@@ -57,7 +59,14 @@ def _fuzzers(names: list[str], shared: Shared) -> list[Fuzzer]:
     before, seed = totals(), os.environ.get("GREENROOM_FUZZ_SEED")
     if unknown := set(names) - set(FORMATS):
         sys.exit(f"no such formats: {', '.join(unknown)}; there are {', '.join(FORMATS)}")
+    guided = "--blind" not in sys.argv
     return [
-        Fuzzer(name, int(seed or before.get(f"fuzz/{name} inputs", 0)), POOL, each=shared.put)
+        Fuzzer(
+            name,
+            int(seed or before.get(f"fuzz/{name} inputs", 0)),
+            POOL if guided else None,
+            each=shared.put,
+            guided=guided,
+        )
         for name in names or FORMATS
     ]

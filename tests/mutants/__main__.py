@@ -71,15 +71,15 @@ def attempt(name: str, patch: Path | None) -> dict[str, Any]:
 
 def _fuzz(name: str, source: Path, result: Path) -> None:
     sys.path.insert(0, str(source))
-    if "--blind" not in sys.argv:
-        coverage.install()
+    coverage.install()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     from tests.fuzz.fuzzer import Fuzzer, share
 
     os.fsync = lambda descriptor: None
     logging.disable()
     first = int(os.environ.get("GREENROOM_FUZZ_SEED") or 0)
-    fuzzer = Fuzzer(name, first, failures=result.parent / "failures")
+    guided = "--blind" not in sys.argv
+    fuzzer = Fuzzer(name, first, failures=result.parent / "failures", guided=guided)
     began = time.process_time()
     budget = CI_SECONDS * share(name)
     fuzzer.run(budget, stop=True)
