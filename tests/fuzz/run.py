@@ -21,13 +21,11 @@ def run(names: list[str], shared: Shared) -> int:
     seconds = float(os.environ.get("GREENROOM_FUZZ_SECONDS") or 60)
     shares = sum(share(each.name) for each in fuzzers)
     for fuzzer in fuzzers if not inputs else ():
-        fuzzer.run(seconds * share(fuzzer.name) / shares)
+        _turn(fuzzer, seconds * share(fuzzer.name) / shares)
     while (left := inputs - sum(each.number for each in fuzzers)) > 0:
         for fuzzer in fuzzers:
-            fuzzer.run(SLICE_S, -(-left // len(fuzzers)))
+            _turn(fuzzer, SLICE_S, -(-left // len(fuzzers)))
     for each in fuzzers:
-        name = f"fuzz/{each.name}"
-        add_all({f"{name} inputs": each.number, f"{name} failures": each.failed})
         all_statements = coverage.statements(each.name)
         print(f"{each.name}: {each.number:,} inputs, {each.failed} failed, {each.reached} of"
               f" {all_statements} statements", flush=True)  # fmt: skip
@@ -36,6 +34,14 @@ def run(names: list[str], shared: Shared) -> int:
     )
     print(f"all formats: {number:,} inputs, {failed} failed, {reached:,} statements")
     return 1 if failed else 0
+
+
+def _turn(fuzzer: Fuzzer, seconds: float, most: int = 1 << 62) -> None:
+    """Let a fuzzer run, and count what it has tried: a run that is stopped has counted, too."""
+    number, failed = fuzzer.number, fuzzer.failed
+    fuzzer.run(seconds, most)
+    name = f"fuzz/{fuzzer.name}"
+    add_all({f"{name} inputs": fuzzer.number - number, f"{name} failures": fuzzer.failed - failed})
 
 
 def table(names: list[str], shared: Shared) -> int:
