@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Tests start many processes: with byte code written by the first, each starts a second sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native demo check ci portable browser ray processes interpreted without-options check-gpu check-gpu-offline gpu-report format lint types imports test bench-smoke fuzz schedules soak bench papers papers-demo papers-train clean
+.PHONY: help setup native demo check ci portable browser ray processes interpreted without-options check-gpu check-gpu-offline gpu-report format lint types imports test bench-smoke fuzz schedules faults soak bench papers papers-demo papers-train clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
@@ -21,8 +21,9 @@ help:
 	@echo "make browser  the live page in Chromium, which is installed by apt-get where that is allowed"
 	@echo "make ray     deploy/ray.py on a Ray cluster of three nodes in processes; installs Ray"
 	@echo "make bench-smoke  every script of benchmarks/ on tiny inputs"
-	@echo "make fuzz    damaged files of every format that is read (FUZZ_SECONDS=N)"
+	@echo "make fuzz    damaged files and requests of every format that is read (FUZZ_SECONDS=N, FUZZ_INPUTS=N)"
 	@echo "make schedules  threads of driver and engine, in 308 chosen orders"
+	@echo "make faults  every operation on files, memory and threads fails in turn; power cuts (FAULTS=N of each kind)"
 	@echo "make without-options  the checks of a copy of the project in which an option is deleted, for each"
 	@echo "make check-gpu  the tests that need a CUDA device (torch with CUDA in this environment)"
 	@echo "make check-gpu-offline  Triton's kernels compiled without a GPU, and their machine code examined"
@@ -70,7 +71,7 @@ check: $(READY)
 	$(MAKE) --no-print-directory --jobs 2 lint types imports test
 
 # What is left out of `make check` because it takes longer. Continuous integration runs both.
-ci: processes interpreted check-gpu-offline bench-smoke portable browser fuzz schedules without-options
+ci: processes interpreted check-gpu-offline bench-smoke portable browser fuzz schedules faults without-options
 
 # With the Python that has a torch for this machine's GPU: make check-gpu PYTHON=python3
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
@@ -156,22 +157,39 @@ APART := tests/config tests/core tests/sim tests/plan tests/cli tests/hf/attach 
 without-options: $(READY) native
 	TESTS="$(APART)" $(BIN)/python tests/without_options.py
 
-# Damaged files of every format that is read, for so many seconds; what is read wrongly is kept in
-# tests/data/corpus, which `make check` reads again.
-FUZZ_SECONDS ?= 120
+# Damaged files of every format that is read, for so many seconds of the processor, or so many files;
+# what is read wrongly is kept in tests/data/corpus, which `make check` reads again.
+FUZZ_SECONDS ?= 60
 fuzz: $(READY) native
-	GREENROOM_FUZZ_SECONDS=$(FUZZ_SECONDS) PYTHONPATH=src $(BIN)/python -m tests.fuzz.run
+	GREENROOM_FUZZ_SECONDS=$(FUZZ_SECONDS) GREENROOM_FUZZ_INPUTS=$(FUZZ_INPUTS) PYTHONPATH=src \
+		$(BIN)/python -m tests.fuzz
 
 # Threads of driver, engine and their workers in 308 orders, of which `make check` tries a third.
 schedules: $(READY) native
 	GREENROOM_TEST_EXAMPLES=all $(BIN)/python -m pytest -m "not slow" tests/schedules/test_scenarios.py
 
-# The slow tests, and all examples of those by hypothesis: `make check` tries a third.
+# Every operation on files, memory and threads fails in turn, and the power is cut: at most FAULTS
+# places of each kind in each scenario. `make soak` tries all.
+FAULTS ?= 2
+SCENARIOS ?= run run-pack pack trace-record batch pull serve serve-prompts
+faults: $(READY) native
+	PYTHONPATH=src $(BIN)/python -m tests.faults.run $(SCENARIOS) --most $(FAULTS)
+	PYTHONPATH=src $(BIN)/python -m tests.faults.power_cuts --most $(FAULTS)
+
+# The slow tests, all examples of those by hypothesis (`make check` tries a third), and what goes on
+# where the last run ended. Counts add up in build/soak/counts.json.
 SCHEDULES ?= 20000
+KILLS ?= 1000
 soak: $(READY) native
+	$(MAKE) --no-print-directory fuzz FUZZ_INPUTS=1000000
 	GREENROOM_TEST_EXAMPLES=all $(BIN)/python -m pytest -m "slow or hypothesis"
 	PYTHONPATH=src $(BIN)/python -m tests.schedules.run --schedules $(SCHEDULES)
 	PYTHONPATH=src $(BIN)/python -m tests.schedules.mutants
+	PYTHONPATH=src $(BIN)/python -m tests.mutants
+	$(MAKE) --no-print-directory faults FAULTS=1000000 SCENARIOS=
+	PYTHONPATH=src $(BIN)/python -m tests.faults.mutants
+	PYTHONPATH=src $(BIN)/python -m tests.kills.run --kills $(KILLS)
+	PYTHONPATH=src $(BIN)/python -m tests.differential.run --seconds 3600
 
 bench: $(READY) native
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev,bench]"

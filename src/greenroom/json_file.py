@@ -28,7 +28,6 @@ INT64 = 2**63 - 1
 LARGEST = 1e30  # number that is accepted: sums and products stay finite
 
 _OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
-_STRING = re.compile(rb'"[^"]*"?')  # where no quote is escaped
 _DIGITS = bytes(ord("0") if chr(c).isdigit() and c < 128 else c for c in range(256))
 _LONG = b"0" * (MOST_DIGITS + 1)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -295,8 +294,13 @@ def _check_brackets(data: bytes) -> None:
 
 def without_strings(data: bytes, others: bytes = b"") -> bytes:
     """Return a JSON text without its strings, and without the bytes in `others`."""
+    import numpy as np  # a regular expression takes 0.2 s for each MB of short strings
+
     data = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, others)
-    return _STRING.sub(b"", data.replace(b'""', b""))
+    text = np.frombuffer(data, np.uint8)
+    quotes = text == ord('"')
+    inside = np.logical_xor.accumulate(quotes) | quotes
+    return text[~inside].tobytes()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

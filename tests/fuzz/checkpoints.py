@@ -20,6 +20,15 @@ from tests.fuzz.formats import (
 )
 
 DATA = Path(__file__).parents[1] / "data"
+DATA_BYTES = 80_000  # more than a GGUF file of the tiny model has
+QUANTISED: list[dict[str, Any]] = [  # settings of quantised checkpoints
+    {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+    {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+         "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}}}},
+]  # fmt: skip
 LARGEST_PACK = 64 << 20  # bytes of a sparse file that stands for the experts
 
 
@@ -49,8 +58,10 @@ def _folder(source: Path, folder: Path, name: str, data: bytes) -> Path:
 def _configs() -> list[bytes]:
     from tests.models import make
 
+    (plain,) = _file("config.json")
     others = [make(name).config.to_dict() for name in ("deepseek_v3", "gpt_oss")]
-    return _file("config.json") + [json.dumps(each, default=str).encode() for each in others]
+    others += [json.loads(plain) | {"quantization_config": each} for each in QUANTISED]
+    return [plain, *(json.dumps(each, default=str).encode() for each in others)]
 
 
 def read_config(data: bytes, folder: Path) -> None:
@@ -105,21 +116,47 @@ def _opened(folder: Path) -> Any:
 
 
 @cache
-def _built() -> Any:
+def _skeleton() -> Any:
     from greenroom.hf.model.skeleton import ModelSkeleton
 
-    return ModelSkeleton.of(model()).model
+    return ModelSkeleton.of(model())
+
+
+def tiny_catalog() -> Any:
+    """The experts of the tiny checkpoint."""
+    return _skeleton().catalog
 
 
 def read_generation(data: bytes, folder: Path) -> None:
     from greenroom.hf.model.construction import load_generation_config
 
     made = _folder(model(), folder, "generation_config.json", data)
-    load_generation_config(_built(), made)
+    load_generation_config(_skeleton().model, made)
 
 
 def _ggufs() -> list[bytes]:
     return [(DATA / "gguf" / name).read_bytes() for name in ("Q4_0.gguf", "MXFP4_MOE.gguf")]
+
+
+def header_only(data: bytes) -> Pieces:
+    """A GGUF file without its tensors' data, which no reader looks at."""
+    from tempfile import NamedTemporaryFile
+
+    from greenroom.hf.checkpoint.gguf_file import Cursor
+
+    with NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        cursor = Cursor(file.name)
+        for _ in cursor.pairs():
+            pass
+        for _ in range(cursor.tensors):
+            cursor.entry()
+    return [], [data[: cursor.at]]
+
+
+def header_only_join(pieces: Pieces) -> bytes:
+    return pieces[1][0] + bytes(max(0, DATA_BYTES - len(pieces[1][0])))
 
 
 def read_gguf(data: bytes, folder: Path) -> None:
@@ -217,8 +254,129 @@ def read_unfinished(data: bytes, folder: Path) -> None:
     Journal(folder, {"experts": "int8"}, "greenroom pack demo -o out").close()
 
 
+# ---- chat templates
+
+
+def _templates() -> list[bytes]:
+    from tests.server.conftest import thinker_tokenizer
+
+    return [thinker_tokenizer().chat_template.encode()]
+
+
+@cache
+def _tokenizer() -> Any:
+    from copy import deepcopy
+
+    from tests.server.conftest import thinker_tokenizer
+
+    return deepcopy(thinker_tokenizer())
+
+
+@cache
+def _renderer() -> Any:
+    from greenroom.hf.text.dialogue import Dialogue
+
+    return Dialogue(_tokenizer(), "qwen3_moe", 4096)
+
+
+def read_template(data: bytes, folder: Path) -> None:
+    """As a chat with tools does: find the format of calls, and render a conversation."""
+    from greenroom.hf.text.calls import find_call_format
+
+    dialogue, (text,) = _renderer(), (data.decode(errors="replace"),)
+    dialogue.tokenizer.chat_template = text
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Ho"}]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    prompt = dialogue.chat(messages[:1], tools)
+    find_call_format(dialogue, prompt, tools)
+    dialogue.chat(messages, resume=True)
+
+
+# ---- adapters
+
+
+@cache
+def _experts() -> Any:
+    """The tiny checkpoint, and the names of its experts' tensors."""
+    from greenroom.hf.checkpoint.resolve import open_checkpoint
+
+    checkpoint = open_checkpoint(model())
+    return checkpoint, [name for name in checkpoint.tensors if ".experts." in name]
+
+
+def _adapters() -> list[bytes]:
+    """A list of the changed experts, and the file with their tensors."""
+    checkpoint, experts = _experts()
+    chosen = [name for name in experts if ".layers.2." in name and ".experts.5." in name]
+    header, at = {}, 0
+    for name in chosen:
+        tensor = checkpoint.stored[name]
+        end = at + tensor.nbytes
+        code = {"float32": "F32", "bfloat16": "BF16"}[str(tensor.dtype).removeprefix("torch.")]
+        header[name] = {"dtype": code, "shape": [*tensor.shape], "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    listed = json.dumps({"experts": {"2": [5]}, "shared_experts": False}).encode()
+    return [listed + b"\n" + len(text).to_bytes(8, "little") + text + bytes(at)]
+
+
+def adapter(data: bytes) -> Pieces:
+    listed, _, file = data.partition(b"\n")
+    texts, others = safetensors(file)
+    return [listed, *texts], others
+
+
+def adapter_join(pieces: Pieces) -> bytes:
+    (listed, *texts), others = pieces
+    return listed + b"\n" + safetensors_join((texts, others))
+
+
+def read_adapter(data: bytes, folder: Path) -> None:
+    from greenroom.hf.variants.adapter import LISTED, with_adapter
+
+    listed, _, file = data.partition(b"\n")
+    saved(LISTED, listed, folder)
+    saved("adapter.safetensors", file, folder)
+    with_adapter(*_experts()[:1], folder, _experts()[1])
+
+
+# ---- the hub's cache
+
+
+def _listings() -> list[bytes]:
+    digest = "0123456789abcdef" * 4
+    files = {
+        "config.json": {"size": 10},
+        "model-00001-of-00002.safetensors": {"size": 99, "lfs_sha256": digest},
+        "m-Q4_K_M.gguf": {"size": 99, "lfs_sha256": digest},
+        "x/m-Q8_0-00001-of-00002.gguf": {"size": 2**40, "lfs_sha256": None},
+    }
+    return [json.dumps({"files": files}).encode()]
+
+
+def read_listing(data: bytes, folder: Path) -> None:
+    """As `greenroom list` does, in a cache with one snapshot and a part of a download."""
+    from huggingface_hub import constants
+
+    from greenroom.hf.checkpoint.hub.cached import cached_models
+
+    root, commit = folder / "models--a--b", "a" * 40
+    if not root.is_dir():
+        for part in ("blobs", f"snapshots/{commit}", "refs", "trees"):
+            (root / part).mkdir(parents=True)
+        (root / "refs" / "main").write_text(commit)
+        (root / "snapshots" / commit / "config.json").write_text("{}")
+        (root / "blobs" / f"{'0123456789abcdef' * 4}.incomplete").write_bytes(b"x")
+    saved(f"{commit}.json", data, root / "trees")
+    before, constants.HF_HUB_CACHE = constants.HF_HUB_CACHE, str(folder)
+    try:
+        cached_models()
+    finally:
+        constants.HF_HUB_CACHE = before
+
+
 CHECKPOINTS = {
-    "config": Format(_configs, read_config, plain, plain_join),
+    "config": Format(_configs, read_config, plain, plain_join, weight=5),
     "index": Format(lambda: _file("model.safetensors.index.json"), read_index, plain, plain_join),
     "header": Format(_headers, read_header, safetensors, safetensors_join),
     "tokenizer": Format(
@@ -231,7 +389,10 @@ CHECKPOINTS = {
     "generation": Format(
         lambda: _file("generation_config.json"), read_generation, plain, plain_join
     ),
-    "gguf": Format(_ggufs, read_gguf),
-    "pack": Format(_pack_headers, read_pack, plain, pack_join),
+    "gguf": Format(_ggufs, read_gguf, header_only, header_only_join),
+    "pack": Format(_pack_headers, read_pack, plain, pack_join, weight=4),
+    "template": Format(_templates, read_template),
+    "adapter": Format(_adapters, read_adapter, adapter, adapter_join),
+    "hub-listing": Format(_listings, read_listing, plain, plain_join),
     "pack-journal": Format(_unfinished, read_unfinished, unfinished, unfinished_join),
 }  # fmt: skip

@@ -28,12 +28,14 @@ Pieces = tuple[list[bytes], list[bytes]]  # JSON texts, others
 @dataclass(frozen=True)
 class Format:
     """`make` writes valid files below a folder and returns their contents; `read` reads a file of
-    which these are the bytes, in a folder of its own, and fails only by GreenroomError."""
+    which these are the bytes, in a folder of its own, and fails only by GreenroomError. `split` and
+    `join` may fail by any error."""
 
     make: Callable[[], list[bytes]]
     read: Callable[[bytes, Path], Any]
     split: Callable[[bytes], Pieces] | None = None
     join: Callable[[Pieces], bytes] | None = None
+    weight: int = 1  # its share of the time of all formats
 
 
 def plain(data: bytes) -> Pieces:
@@ -222,6 +224,34 @@ def read_published(name: str) -> Callable[[bytes, Path], None]:
     return read
 
 
+def _parquet() -> list[bytes]:
+    from greenroom.study import save_parquet
+
+    return _written(lambda path: save_parquet(_trace(), path))
+
+
+def read_parquet(data: bytes, folder: Path) -> None:
+    from greenroom.study import load_parquet
+
+    load_parquet(saved("trace.parquet", data, folder))
+
+
+def _flame() -> list[bytes]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = {"indices": [[0, 3], [2, 1], [1, 0]], "scores": [[0.5, 0.5], [0.25, 0.75], [0.0, 1.0]]}
+    return _written(lambda path: parquet.write_table(pa.table(rows), path))
+
+
+def read_flame(data: bytes, folder: Path) -> None:
+    from greenroom.study import load_published
+
+    for layer in (2, 3):
+        saved(f"layer_{layer:02}.parquet", data, folder)
+    load_published("flame-moe", folder)
+
+
 # ---- JSON of our own
 
 
@@ -393,20 +423,16 @@ def _learned() -> list[bytes]:
 
 def learned_join(pieces: Pieces) -> bytes:
     """With the checksum of what the changed header says, where that can be read at all."""
-    from safetensors import SafetensorError, numpy
-
     from greenroom.plan.history.files import checksum
+    from greenroom.trace.container import DTYPES
 
-    data = safetensors_join(pieces)
-    try:
-        arrays = numpy.load(data)
-        crc = checksum(arrays)
-    except (SafetensorError, KeyError, TypeError, ValueError):
-        return data
-    header = json.loads(pieces[0][0])
-    if not isinstance(header.get("__metadata__"), dict):
-        return data
-    header["__metadata__"]["crc32"] = crc
+    header, arrays = json.loads(pieces[0][0]), {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            raw = np.frombuffer(pieces[1][0][begin:end], DTYPES[entry["dtype"]])
+            arrays[name] = raw.reshape(entry["shape"])
+    header["__metadata__"]["crc32"] = checksum(arrays)
     return safetensors_join(([json.dumps(header).encode(), *pieces[0][1:]], pieces[1]))
 
 
@@ -493,6 +519,8 @@ OWN = {
     "trace": Format(_trace_files, read_trace, safetensors, safetensors_join),
     "journal": Format(_journal_files, read_trace, records, records_join),
     "npz": Format(_npz_files, read_trace, members, members_join),
+    "parquet": Format(_parquet, read_parquet),
+    "published-parquet": Format(_flame, read_flame),
     "profile": Format(_profile, read_profile, plain, plain_join),
     "pins": Format(_pins, read_pins, plain, plain_join),
     "budgets": Format(_budgets, read_budgets, plain, plain_join),

@@ -1,121 +1,78 @@
-"""Mutate valid files of every format for a time, and keep each input that is read wrongly.
-
-    GREENROOM_FUZZ_SECONDS=600 python -m tests.fuzz.run            # all formats
-    GREENROOM_FUZZ_SECONDS=60 python -m tests.fuzz.run gguf npz    # some of them
-
-The next one begins where GREENROOM_FUZZ_SEED says (0). Exit code 1 where any input failed: it lies
-in tests/data/corpus then, and `make check` fails until it is read well.
-"""
+"""Run the fuzzers of all formats, or print what earlier runs have tried and reached."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from random import Random
-from tempfile import TemporaryDirectory
 
-from tests.fuzz.check import fault
-from tests.fuzz.checkpoints import CHECKPOINTS
-from tests.fuzz.formats import OWN, Format
-from tests.fuzz.mutate import edit_bytes, edit_json
+from tests.counts import add_all, totals
+from tests.fuzz import coverage
+from tests.fuzz.fuzzer import FORMATS, Fuzzer, share
+from tests.fuzz.kept import POOL, Shared
 
-FORMATS = OWN | CHECKPOINTS
-CORPUS = Path(__file__).parents[1] / "data" / "corpus"
+SLICE_S = 1.0  # for a format, until it is another's turn
 
 
-def begin(name: str) -> None:
-    """Read a valid file, which must succeed; what reading imports and compiles is there then."""
-    with TemporaryDirectory(prefix="fuzz-") as folder:
-        FORMATS[name].read(FORMATS[name].make()[0], Path(folder))
+def run(names: list[str], shared: Shared) -> int:
+    """Fuzz formats within the limits that the environment sets; 1 if any input failed."""
+    fuzzers = _fuzzers(names, shared)
+    inputs = int(os.environ.get("GREENROOM_FUZZ_INPUTS") or 0)
+    seconds = float(os.environ.get("GREENROOM_FUZZ_SECONDS") or 60)
+    shares = sum(share(each.name) for each in fuzzers)
+    for fuzzer in fuzzers if not inputs else ():
+        _turn(fuzzer, seconds * share(fuzzer.name) / shares)
+    while (left := inputs - sum(each.number for each in fuzzers)) > 0:
+        for fuzzer in fuzzers:
+            _turn(fuzzer, SLICE_S, -(-left // len(fuzzers)))
+    for each in fuzzers:
+        all_statements = coverage.statements(each.name)
+        print(f"{each.name}: {each.number:,} inputs, {each.failed} failed, {each.reached} of"
+              f" {all_statements} statements", flush=True)  # fmt: skip
+    number, failed, reached = (
+        sum(getattr(each, name) for each in fuzzers) for name in ("number", "failed", "reached")
+    )
+    print(f"all formats: {number:,} inputs, {failed} failed, {reached:,} statements")
+    return 1 if failed else 0
 
 
-def mutated(name: str, first: int) -> Iterator[bytes]:
-    """The valid files of a format, then changed ones without end: the same for the same `first`."""
-    form, number = FORMATS[name], first
-    seeds = form.make()
-    yield from seeds
-    while True:
-        yield _mutated(Random(f"{name} {number}"), form, seeds)
-        number += 1
+def _turn(fuzzer: Fuzzer, seconds: float, most: int = 1 << 62) -> None:
+    """Let a fuzzer run, and count what it has tried: a run that is stopped has counted, too."""
+    number, failed = fuzzer.number, fuzzer.failed
+    fuzzer.run(seconds, most)
+    name = f"fuzz/{fuzzer.name}"
+    add_all({f"{name} inputs": fuzzer.number - number, f"{name} failures": fuzzer.failed - failed})
 
 
-def _mutated(random: Random, form: Format, seeds: list[bytes]) -> bytes:
-    seed = random.choice(seeds)
-    if form.split is None or form.join is None or random.random() < 0.3:
-        return edit_bytes(random, seed, seeds)
-    texts, others = form.split(seed)
-    number = random.randrange(len(texts) + len(others))
-    if number < len(texts) or (texts and random.random() < 0.5):
-        number %= len(texts)
-        texts[number] = edit_json(random, texts[number])
-    else:
-        at = number - len(texts)
-        others[at] = edit_bytes(random, others[at], others)
-    try:
-        return form.join((texts, others))
-    except (TypeError, ValueError):  # what was changed says how to join
-        return edit_bytes(random, seed, seeds)
+def table(names: list[str], shared: Shared) -> int:
+    """Print all runs' inputs by format, and what the pool reaches of the readers' statements."""
+    counts, sums = totals(), [0, 0, 0, 0]
+    print("| parser | inputs | statements reached | of | failures |\n|---|--:|--:|--:|--:|")
+    for fuzzer in _fuzzers(names, shared):
+        fuzzer.run(600.0, fuzzer.known)
+        name = f"fuzz/{fuzzer.name}"
+        row = [counts.get(f"{name} inputs", 0), fuzzer.reached, coverage.statements(fuzzer.name),
+               counts.get(f"{name} failures", 0)]  # fmt: skip
+        sums = [a + b for a, b in zip(sums, row, strict=True)]
+        print(f"| {fuzzer.name} | {' | '.join(f'{each:,}' for each in row)} |")
+    print(f"| all | {' | '.join(f'{each:,}' for each in sums)} |")
+    return 0
 
 
-def keep(name: str, data: bytes) -> Path | None:
-    """Put an input into the corpus; None where --device is cpu: leave out --kv."""
-    path = CORPUS / name / hashlib.sha256(data).hexdigest()[:16]
-    if path.exists():
-        return None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    return path
-
-
-def drop(pending: Path | None) -> None:
-    """Take an input out of the corpus that this run has put there."""
-    if pending is not None:
-        pending.unlink()
-
-
-def run(name: str, seconds: float, first: int = 0) -> tuple[int, int]:
-    """(inputs read, inputs that failed) in so many seconds; valid files come first."""
-    inputs, number, failed, seen = mutated(name, first), 0, 0, set[str]()
-    begin(name)
-    until = time.monotonic() + seconds
-    with TemporaryDirectory(prefix="fuzz-") as folder:
-        while time.monotonic() < until:
-            data = next(inputs)
-            pending = keep(name, data)  # a crash of the process leaves it there
-            found = fault(FORMATS[name].read, data, Path(folder))
-            number += 1
-            if found is None:
-                drop(pending)
-                continue
-            failed += 1
-            last = "\n".join(found.splitlines()[-4:-1])
-            if last in seen:
-                drop(pending)  # the same line of code: one input is enough
-                continue
-            seen.add(last)
-            where = f"{name}, input {first + number - 1}"
-            print(f"\n{pending or 'in the corpus'} ({where}):\n{found}", flush=True)
-    return number, failed
-
-
-def main(names: list[str]) -> int:
-    names = names or list(FORMATS)
-    seconds = float(os.environ.get("GREENROOM_FUZZ_SECONDS", "60")) / len(names)
-    first = int(os.environ.get("GREENROOM_FUZZ_SEED", "0"))
+def _fuzzers(names: list[str], shared: Shared) -> list[Fuzzer]:
     os.fsync = lambda descriptor: None  # nobody needs these files after a crash
     logging.disable()
-    total = 0
-    for name in names:
-        number, failed = run(name, seconds, first)
-        print(f"{name}: {number} inputs, {failed} failed", flush=True)
-        total += failed
-    return 1 if total else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    before, seed = totals(), os.environ.get("GREENROOM_FUZZ_SEED")
+    if unknown := set(names) - set(FORMATS):
+        sys.exit(f"no such formats: {', '.join(unknown)}; there are {', '.join(FORMATS)}")
+    guided = "--blind" not in sys.argv
+    return [
+        Fuzzer(
+            name,
+            int(seed or before.get(f"fuzz/{name} inputs", 0)),
+            POOL if guided else None,
+            each=shared.put,
+            guided=guided,
+        )
+        for name in names or FORMATS
+    ]

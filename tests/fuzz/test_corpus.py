@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from tests.fuzz.check import fault
+from tests.fuzz.check import fault, limits
+from tests.fuzz.fuzzer import FORMATS, Fuzzer, begin
+from tests.fuzz.kept import CORPUS
 from tests.fuzz.mutate import RAW
-from tests.fuzz.run import CORPUS, FORMATS, begin, mutated
 
-ROUNDS = 40  # changed files of a format in `make check`; run.py reads as many as there is time for
+ROUNDS = 40  # changed files of a format in `make check`; `make fuzz` reads as many as there is time
 SLOW = {"config": 10, "gguf": 8, "pack": 15, "plans": 20, "tokenizer": 15, "tokenizer-config": 10}
 
 
@@ -59,12 +59,14 @@ def test_json_that_ends_parsers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_changed_files(name: str, tmp_path: Path) -> None:
-    begin(name)
-    for number, data in enumerate(islice(mutated(name, 0), SLOW.get(name, ROUNDS))):
-        check(name, data, tmp_path, f"input {number}")
+def test_changed_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fuzzer = Fuzzer(name, failures=tmp_path)
+    fuzzer.run(600.0, SLOW.get(name, ROUNDS))
+    assert fuzzer.number == SLOW.get(name, ROUNDS)
+    assert not fuzzer.failed, capsys.readouterr().out
 
 
 def check(name: str, data: bytes, folder: Path, what: str) -> None:
-    found = fault(FORMATS[name].read, data, folder)
+    with limits():
+        found = fault(FORMATS[name].read, data, folder)
     assert found is None, f"{name}, {what}: {found}"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import zipfile
 
 import numpy as np
 import pytest
@@ -233,3 +234,17 @@ def test_a_truncated_npz(tmp_path, share):
     os.truncate(path, int(path.stat().st_size * share))
     with pytest.raises(TraceError, match="npz file is damaged or truncated"):
         load(path)
+
+
+def test_an_npz_of_python_2_gives_no_warning(tmp_path, recwarn):
+    path = tmp_path / "t.npz"
+    write_npz(path)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    old = members["experts.npy"].replace(b"(5, 2, 2), }   ", b"(5L, 2L, 2L), }")
+    assert old != members["experts.npy"]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, old if name == "experts.npy" else data)
+    assert load(path).tokens == 5
+    assert not recwarn.list

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from greenroom.errors import UnknownName, UsageError
+from greenroom.json_file import printable
 
 DEVICES = ("auto", "cpu", "cuda", "fake")
 KV = ("dynamic", "int8", "int4", "offloaded")
@@ -22,24 +23,24 @@ def parse_device(device: str) -> tuple[str, tuple[int, ...]]:
     `fake,fake` gives two fake devices, which tests use. UnknownName or UsageError for an invalid
     value.
     """
-    parts = [part.strip() for part in device.split(",")]
+    parts, shown = [part.strip() for part in device.split(",")], f"--device {printable(device)}"
     names, numbers = [], []
     for part in parts:
         name, colon, number = part.partition(":")
         if name not in DEVICES or (colon and name != "cuda"):
             raise UnknownName("device", part, DEVICES)
         if colon and not (number.isascii() and number.isdecimal()):
-            raise UsageError(f"--device {device}: write the number of a GPU after cuda:, as cuda:0")
+            raise UsageError(f"{shown}: write the number of a GPU after cuda:, as cuda:0")
         names.append(name)
         numbers.append(int(number or 0))
     if names == ["fake"] * len(parts):
         return "fake", tuple(range(len(parts)))
     if len(parts) > 1 and not all(part.startswith("cuda:") for part in parts):
         raise UsageError(
-            f"--device {device}: several devices must all be GPUs with numbers, as cuda:0,cuda:1"
+            f"{shown}: several devices must all be GPUs with numbers, as cuda:0,cuda:1"
         )
     if len(set(numbers)) < len(parts):
-        raise UsageError(f"--device {device}: name each GPU only once")
+        raise UsageError(f"{shown}: name each GPU only once")
     return names[0], tuple(numbers)
 
 
@@ -62,11 +63,11 @@ def parse_adapters(value: str | tuple[str, ...] | None) -> tuple[NamedAdapter, .
             name, path = Path(text).absolute().name, text
         if not path or not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}", name, re.ASCII):
             raise UsageError(
-                f"--adapter {text}: write NAME=DIR, with a name of at most 64 letters, digits, dots"
-                " and dashes"
+                f"--adapter {printable(text)}: write NAME=DIR, with a name of at most 64 letters,"
+                " digits, dots and dashes"
             )
         if name in [each.name for each in adapters]:
-            raise UsageError(f"--adapter {text}: two adapters have the name {name}")
+            raise UsageError(f"--adapter {printable(text)}: two adapters have the name {name}")
         adapters.append(NamedAdapter(name, path))
     return tuple(adapters)
 

@@ -129,6 +129,8 @@ def _trace(
     meta: dict[str, Any],
     folder: Path,
 ) -> Trace:
+    if not requests:
+        raise TraceError(f"{folder}: the files have no requests")
     shapes = {request.experts.shape[1:] for request in requests}
     if len(shapes) > 1:
         layers = sorted(f"{a} layers, top-{b}" for a, b in shapes)

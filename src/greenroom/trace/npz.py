@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 import zipfile
 from collections.abc import Sequence
 from math import prod
@@ -116,7 +117,9 @@ def _array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, room: int) -> NDArr
                 f"{name} has version {version[0]}.{version[1]} of NumPy's format, but only 1.0 and"
                 " 2.0 are supported"
             )
-        shape, by_columns, dtype = _HEADERS[version](stream)
+        with warnings.catch_warnings():  # NumPy warns of headers that Python 2 has written
+            warnings.simplefilter("ignore", UserWarning)
+            shape, by_columns, dtype = _HEADERS[version](stream)
         data = stream.read(entry.file_size)
     if dtype.kind not in KINDS:
         raise Malformed(f"{name} has the dtype {dtype}, which is neither numbers nor text")

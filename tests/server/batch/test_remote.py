@@ -6,6 +6,7 @@ import asyncio
 import socket
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from greenroom.errors import GreenroomError, UsageError
@@ -13,7 +14,8 @@ from greenroom.server.batch import remote
 from greenroom.server.batch.remote import RemoteAnswerer
 from greenroom.server.batch.requests import read_requests
 from greenroom.server.batch.results import Results
-from greenroom.server.batch.run import BatchRun
+from greenroom.server.batch.run import BatchRun, _message
+from greenroom.server.web.calls import Response
 from tests.server.batch.conftest import MODEL, line_of, lines_of, write
 from tests.server.conftest import Serve, fake_engine
 
@@ -105,3 +107,22 @@ def test_a_wrong_server_is_named(serve: Serve) -> None:
     url = serve(fake_engine("Hello")).url
     with pytest.raises(GreenroomError, match="has no model 'other' for this batch: HTTP 404"):
         RemoteAnswerer(url, None).check_model("other")
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a": "\\ud800"}', b'{"a": NaN}', b"\xff"])
+def test_an_answer_that_is_no_json_is_kept_as_text(tmp_path: Path, body: bytes) -> None:
+    source = write(tmp_path / "in.jsonl", [line_of("r0")])
+    requests, answerer = read_requests(source, MODEL), RemoteAnswerer("http://localhost", None)
+    answerer._client = httpx2.AsyncClient(
+        base_url="http://localhost",
+        transport=httpx2.MockTransport(lambda request: httpx2.Response(200, content=body)),
+    )
+    with Results(tmp_path / "out.jsonl", requests) as results:
+        asyncio.run(BatchRun(answerer, 1, results, lambda: None).run(source, requests))
+    (line,) = lines_of(tmp_path / "out.jsonl")
+    assert line["response"]["body"] == body.decode(errors="replace")
+
+
+def test_a_failure_is_one_line() -> None:
+    assert _message(Response(500, "", {"error": {"message": "a\nb"}})) == "a b"
+    assert _message(Response(502, "", "")) == "HTTP 502"

@@ -16,8 +16,13 @@ def summary(stats: dict[str, Any]) -> str:
 
     Statistics of a server that is not Greenroom's are formatted as JSON.
     """
-    if not {"queue", "tokens"} <= stats.keys():
+    try:
+        return "\n".join(_lines(stats))
+    except (KeyError, TypeError, ValueError, AttributeError):
         return json.dumps(stats, indent=2)
+
+
+def _lines(stats: dict[str, Any]) -> list[str]:
     queue, tokens = stats["queue"], stats["tokens"]
     ended = ", ".join(f"{count} {reason}" for reason, count in stats["requests"].items())
     lines = [
@@ -28,7 +33,7 @@ def summary(stats: dict[str, Any]) -> str:
     ]
     if "experts" in stats:
         lines += _of_model(stats)
-    return "\n".join(lines)
+    return lines
 
 
 def inexact_line(counts: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from greenroom.errors import CheckpointError, UnsupportedModel, UsageError
 from greenroom.hf.checkpoint.checkpoint import INDEX, PICKLES, Checkpoint, weight_files
 from greenroom.hf.checkpoint.header import LONGEST, StoredTensor, read_header
 from greenroom.hf.checkpoint.quantised.methods import combine_codes_and_scales
-from greenroom.json_file import Malformed, read_object
+from greenroom.json_file import Malformed, printable, read_object
 
 LISTED = "expert_cfg.json"
 PREFIX = "model."  # that names of tensors may lack
@@ -132,6 +132,6 @@ def _check_listed(folder: Path, names: Iterable[str]) -> None:
     if present and (missing := sorted(experts - present)):
         layer, expert = missing[0]
         raise CheckpointError(
-            f"{folder}: {LISTED} lists expert {expert} of layer {layer}, but the adapter has no"
-            " tensor of it: download the adapter again"
+            f"{folder}: {LISTED} lists expert {printable(expert)} of layer {printable(layer)}, but"
+            " the adapter has no tensor of it: download the adapter again"
         )

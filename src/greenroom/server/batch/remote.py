@@ -9,11 +9,13 @@ from urllib.parse import quote
 import httpx2
 
 from greenroom.errors import GreenroomError, UsageError
+from greenroom.json_file import Malformed, parse
 from greenroom.server.web.calls import Response
 
 BUSY, UNAVAILABLE = 429, 503  # HTTP: the server has no place; it is loading, or it stops
 AGAIN_S = 0.5  # after which a request is sent again
 WAIT_S = 300.0  # for a server that cannot be reached, or is not available
+LONGEST = 1 << 30  # bytes of an answer
 TIMEOUT = httpx2.Timeout(3600.0, connect=10.0)  # an answer comes as a whole
 
 
@@ -76,6 +78,7 @@ def _response(response: httpx2.Response) -> Response:
     headers = response.headers
     name = headers.get("request-id") or headers.get("x-request-id") or ""
     try:
-        return Response(response.status_code, name, response.json())
-    except ValueError:
+        body = parse(response.content, LONGEST, unique=False)
+        return Response(response.status_code, name, body)
+    except Malformed:
         return Response(response.status_code, name, response.text)

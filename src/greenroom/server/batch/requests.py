@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from greenroom.errors import UsageError
+from greenroom.json_file import printable, show_value
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 ID = "batch_req_"
@@ -41,7 +42,9 @@ class BatchRequest:
         except ValueError:
             content = {}
         if digest_of(content) != self.digest:
-            raise UsageError(f"the request {self.custom_id!r} has changed while the batch ran")
+            raise UsageError(
+                f"the request {show_value(self.custom_id)} has changed while the batch ran"
+            )
         return json.dumps(content["body"]).encode()
 
 
@@ -71,7 +74,7 @@ def read_requests(path: Path, model: str) -> list[BatchRequest]:
                     if first != number:
                         raise UsageError(
                             f"{path}, line {number}: line {first} has the same custom_id"
-                            f" {request.custom_id!r}"
+                            f" {show_value(request.custom_id)}"
                         )
                     requests.append(request)
                 offset += len(line)
@@ -86,6 +89,7 @@ def _request(line: bytes, offset: int, model: str) -> BatchRequest:
     """Make a request of a line; ValueError says what is wrong with the line."""
     try:
         content = json.loads(line)
+        digest = digest_of(content)
     except (ValueError, RecursionError) as error:
         raise ValueError("not a JSON object") from error
     if not isinstance(content, dict):
@@ -94,18 +98,20 @@ def _request(line: bytes, offset: int, model: str) -> BatchRequest:
     if not isinstance(name, str) or not name:
         raise ValueError("custom_id must be a text")
     if content.get("method", "POST") != "POST":
-        raise ValueError(f"method must be POST, got {content['method']!r}")
+        raise ValueError(f"method must be POST, got {show_value(content['method'])}")
     if content.get("url") not in PATHS:
-        raise ValueError(f"url must be one of {', '.join(PATHS)}, got {content.get('url')!r}")
+        raise ValueError(
+            f"url must be one of {', '.join(PATHS)}, got {show_value(content.get('url'))}"
+        )
     if not isinstance(body, dict):
         raise ValueError("body must be an object")
     if body.get("stream"):
         raise ValueError("a batch has no streams: leave out stream")
-    if body.get("model") != model:
+    if (requested := body.get("model")) != model:
         raise ValueError(
-            f"the model is {body.get('model')!r}, but {model!r} answers: give"
-            f" --model-name {body.get('model')}"
-            if isinstance(body.get("model"), str)
+            f"the model is {show_value(requested)}, but {model!r} answers: give"
+            f" --model-name {printable(requested)}"
+            if isinstance(requested, str)
             else "model must be a text"
         )
-    return BatchRequest(name, content["url"], digest_of(content), offset)
+    return BatchRequest(name, content["url"], digest, offset)

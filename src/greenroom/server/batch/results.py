@@ -110,7 +110,7 @@ def _ids(line: bytes) -> tuple[str, str]:
     """Return `custom_id` and `id` of a line of results; empty texts if the line has none."""
     try:
         content = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return "", ""
     if not isinstance(content, dict):
         return "", ""

@@ -117,4 +117,5 @@ class BatchRun:
 
 def _message(response: Response) -> str:
     error = response.body.get("error") if isinstance(response.body, dict) else None
-    return str(error.get("message", error) if isinstance(error, dict) else response.body)
+    text = str(error.get("message", error) if isinstance(error, dict) else response.body)[:500]
+    return " ".join(text.split()) or f"HTTP {response.status}"

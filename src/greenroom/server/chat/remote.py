@@ -63,16 +63,19 @@ class RemoteBackend:
         return self._json("GET", "/v1/stats")
 
     def resize(self, cache: str) -> int:
-        return int(self._json("POST", "/v1/admin/cache", {"cache": cache})["slots"])
+        slots = self._json("POST", "/v1/admin/cache", {"cache": cache}).get("slots")
+        if type(slots) is not int:
+            raise GreenroomError(f"{self._url}: the server does not say how many slots it has")
+        return slots
 
     def close(self) -> None:
         self._client.close()
 
     def _first_model(self) -> str:
         models = self._json("GET", "/v1/models").get("data")
-        if not (isinstance(models, list) and models and isinstance(models[0], dict)):
+        if not (isinstance(models, list) and models and _text(_object(models[0]).get("id"))):
             raise GreenroomError(f"{self._url}: the server lists no models: name one as MODEL")
-        return str(models[0].get("id"))
+        return _text(models[0].get("id"))
 
     def _body(self, messages: Messages) -> dict[str, Any]:
         config = self._sampling
@@ -117,8 +120,8 @@ class RemoteBackend:
 
     def _refused(self, response: httpx2.Response) -> GreenroomError:
         try:
-            message = _message(response.json())
-        except ValueError:
+            message = _message(parse(response.content, unique=False))
+        except Malformed:
             message = f"HTTP {response.status_code}"
         return GreenroomError(f"{self._url}: {message}")
 
@@ -135,26 +138,48 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _message(body: Any) -> str:
-    error = body.get("error") if isinstance(body, dict) else None
-    return str(error.get("message") if isinstance(error, dict) else error or body)[:500]
+    error = _object(body).get("error")
+    text = str(error.get("message") if isinstance(error, dict) else error or body)[:500]
+    return " ".join(text.split())
+
+
+# Servers differ: a value of another type counts as if it were missing.
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def _choices(event: dict[str, Any]) -> list[dict[str, Any]]:
+    choices = event.get("choices")
+    return [_object(each) for each in choices] if isinstance(choices, list) else []
 
 
 def _delta(event: dict[str, Any]) -> AnswerDelta | None:
     """Return the text of a streamed chunk, if any."""
-    for choice in event.get("choices") or ():
-        delta = choice.get("delta") or {}
-        reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-        if delta.get("content") or reasoning:
-            return AnswerDelta(text=delta.get("content") or "", reasoning=reasoning)
+    for choice in _choices(event):
+        delta = _object(choice.get("delta"))
+        text = _text(delta.get("content"))
+        reasoning = _text(delta.get("reasoning_content")) or _text(delta.get("reasoning"))
+        if text or reasoning:
+            return AnswerDelta(text=text, reasoning=reasoning)
     return None
 
 
 def _note(event: dict[str, Any], reply: Reply) -> None:
     """Copy the counts and times of a streamed chunk to the reply."""
-    for choice in event.get("choices") or ():
-        reply.reason = choice.get("finish_reason") or reply.reason
-    if usage := event.get("usage"):
-        reply.prompt_tokens = usage.get("prompt_tokens")
-        reply.new_tokens = usage.get("completion_tokens")
-        details = usage.get("prompt_tokens_details") or {}
-        reply.reused_tokens = details.get("cached_tokens")
+    for choice in _choices(event):
+        reply.reason = _text(choice.get("finish_reason")) or reply.reason
+    if usage := _object(event.get("usage")):
+        reply.prompt_tokens = _count(usage.get("prompt_tokens"))
+        reply.new_tokens = _count(usage.get("completion_tokens"))
+        details = _object(usage.get("prompt_tokens_details"))
+        reply.reused_tokens = _count(details.get("cached_tokens"))

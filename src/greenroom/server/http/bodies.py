@@ -21,6 +21,7 @@ BODY_S = 30.0  # in which a body must arrive
 FREE_BYTES = 64 << 10  # of each body that do not count towards the budget
 MOST_NESTS = 1 << 14  # objects and lists in a body: a message takes more than a kilobyte
 MOST_MEMBERS = 1 << 18  # members of all objects and lists
+LONGEST_LINE = 500  # characters of a message
 TOO_MANY = 100  # mistakes; only their number is reported
 # The error code and message, by pydantic's type of the mistake.
 MISTAKES = {
@@ -163,4 +164,5 @@ def _mistake(error: Any, fields: Container[str]) -> ApiError:
         param = param or (first if first in fields else "")
     else:
         text = f"{param or 'the body'}: {what[:1].lower()}{what[1:]}"
-    return ApiError(400, text, param=param or None, code=code)
+    line = " ".join(text.split())  # names of parameters, which it quotes, are a client's
+    return ApiError(400, line[:LONGEST_LINE], param=param or None, code=code)

@@ -13,6 +13,7 @@ import json
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 PIECE = 1024  # characters of a message that are compared at once
 MOST_PIECES = 100_000  # whose replicas are remembered
@@ -35,9 +36,12 @@ class Prefix:
 def prefix_of(body: bytes) -> Prefix:
     """Return the beginnings of the conversation in a request's body, of any of the APIs."""
     try:
-        request = json.loads(body)
+        return _prefix(json.loads(body))
     except (ValueError, RecursionError):
         return Prefix()
+
+
+def _prefix(request: Any) -> Prefix:
     if not isinstance(request, dict):
         return Prefix()
     turns = request.get("messages") or request.get("input") or request.get("prompt") or []

@@ -12,6 +12,7 @@ from typing import Any
 
 from greenroom.hf.text.calls import CallFormat, find_call_format
 from greenroom.hf.text.dialogue import Dialogue
+from greenroom.json_file import show_value
 from greenroom.server.api.shared.formats import STRICT, check_schema, json_grammar
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.params import ToolChoice
@@ -38,7 +39,9 @@ def tool_call_grammar(
     named = [tool for tool in tools if choice.name in (None, tool["function"]["name"])]
     if not named:
         raise ApiError(
-            400, f"tool_choice: tools has no function named {choice.name!r}", param="tool_choice"
+            400,
+            f"tool_choice: tools has no function named {show_value(choice.name)}",
+            param="tool_choice",
         )
     form = find_call_format(dialogue, prompt, named)
     if form is None or not (choice.forced or form.free):

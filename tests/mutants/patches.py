@@ -1,0 +1,40 @@
+"""The patches, and copies of the package to which one of them is applied."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent
+PACKAGE = "src/greenroom"
+
+
+def patches() -> dict[str, Path]:
+    """Return the patch of each format, by the format's name."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.patch"))}
+
+
+def changed(patch: Path) -> list[str]:
+    """Return the files that a patch changes."""
+    return re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(), re.MULTILINE)
+
+
+def make_copy(folder: Path, patch: Path | None) -> Path:
+    """Copy the package to a folder, apply a patch, and return the path of sources.
+
+    All files but the changed ones are links to the originals.
+    """
+    shutil.copytree(
+        ROOT / PACKAGE, folder / PACKAGE, copy_function=os.symlink,
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )  # fmt: skip
+    if patch is not None:
+        for name in changed(patch):
+            (folder / name).unlink()
+            shutil.copy(ROOT / name, folder / name)
+        subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True)
+    return folder / "src"
