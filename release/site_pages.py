@@ -13,11 +13,12 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -46,6 +47,8 @@ FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from outside of docs/, and those of the reference."""
+    from mkdocs.structure.files import File
+
     for source, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     commands = dict(command_pages())

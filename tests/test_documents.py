@@ -21,7 +21,7 @@ from tests.ggml_blocks import GGML
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
-    ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md",
+    ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md",
     ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("**/*.md")),
     *sorted((ROOT / "examples").glob("*.md")),
 ]  # fmt: skip
@@ -146,7 +146,10 @@ def test_make_help_names_its_targets() -> None:
     helped = set(re.findall(r'@echo "make ([\w-]+)', text))
     ci = "processes interpreted check-gpu-offline bench-smoke portable browser ray fuzz"
     not_parallel = "demo check ci native check-gpu gpu-report format soak bench papers papers-train"
-    assert helped == {*not_parallel.split(), *ci.split(), "clean", "without-options"}
+    release = "docs dist try-install sbom licenses release versions real-run"
+    assert helped == {
+        *not_parallel.split(), *ci.split(), *release.split(), "clean", "without-options"
+    }  # fmt: skip
 
 
 def counts(pattern: str) -> set[int]:
