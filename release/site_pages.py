@@ -69,6 +69,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     parts = FENCE.split(markdown)
     for n in range(0, len(parts), 2):
         parts[n] = separate_blocks(LINK.sub(lambda m: rewrite_link(m, source, path), parts[n]))
+    for n in range(1, len(parts), 2):  # "```python mine.py" is a Git host's
+        parts[n] = re.sub(r"\A(```\w+)[^\n]*", r"\1", parts[n])
     return "".join(parts)
 
 
@@ -124,7 +126,7 @@ def command_pages() -> Iterator[tuple[str, str]]:
         page = f"cli/{name.replace(' ', '-')}.md"
         rows.append(f"| [`{command.prog}`]({page}) | {cell(command.description or '')} |")
         yield f"reference/{page}", command_page(command)
-    table = "\n".join(["| command | |", "|---|---|", *rows])
+    table = "\n".join(["| command | what it does |", "|---|---|", *rows])
     python = ", ".join(f"[{title}]({Path(page).name})" for page, (title, _) in OBJECTS.items())
     yield "reference/index.md", f"# Reference\n\n{table}\n\nFrom Python: {python}.\n"
 
@@ -148,7 +150,7 @@ def command_page(command: argparse.ArgumentParser) -> str:
         rows = [option_row(command, action) for action in group._group_actions]
         if rows:
             title = (group.title or "").capitalize()
-            parts.append("\n".join([f"## {title}", "", "| | |", "|---|---|", *rows]))
+            parts.append("\n".join([f"## {title}", "", "| | meaning |", "|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
 
 

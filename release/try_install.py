@@ -20,7 +20,7 @@ from pathlib import Path
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 EXTRAS = "serve,gguf,study,pictures"
-TOOLS = Path(sys.executable).parent  # where uv, uvx and pipx are
+TOOLS = Path(sys.executable).parent  # where uvx and pipx are
 PORT = 8765
 # Each line is tried in each environment.
 COMMANDS = (
@@ -63,10 +63,15 @@ def run(command: Sequence[str], folder: Path, environment: dict[str, str]) -> st
 
 
 def find_python(version: str) -> str | None:
-    """Return the path of an interpreter on this machine, or None."""
-    find = [str(TOOLS / "uv"), "python", "find", "--no-project", "--no-python-downloads", version]
-    done = subprocess.run(find, cwd="/", capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else None
+    """Return the path of an interpreter on this machine that can make environments, or None."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    installed = sorted(pyenv.glob(f"{version}.*/bin/python"))
+    for each in filter(None, [shutil.which(f"python{version}"), *map(str, installed)]):
+        check = "import ensurepip, sys; print('%d.%d' % sys.version_info[:2])"
+        done = subprocess.run([each, "-c", check], cwd="/", capture_output=True, text=True)
+        if done.stdout.strip() == version:
+            return each
+    return None
 
 
 def install(python: str, place: Path, wheel: Path, constraint: Path | None) -> None:
@@ -107,8 +112,12 @@ def version_of(wheel: Path) -> str:
 
 
 def ask_server(command: list[str], folder: Path, environment: dict[str, str]) -> None:
-    """Start a server, wait until it has its model, and stop it."""
+    """Start a server, let it answer a request, and stop it."""
     log = folder / "server.log"
+    body = b'{"model": "demo", "prompt": "Once", "max_tokens": 4}'
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{PORT}/v1/completions", body, {"Content-Type": "application/json"}
+    )
     with (
         log.open("w") as out,
         subprocess.Popen(
@@ -119,10 +128,8 @@ def ask_server(command: list[str], folder: Path, environment: dict[str, str]) ->
             for _ in range(240):
                 time.sleep(0.5)
                 try:
-                    with urllib.request.urlopen(
-                        f"http://127.0.0.1:{PORT}/v1/models", timeout=5
-                    ) as answer:
-                        print(f"  greenroom serve demo\n    {answer.read(100).decode()}")
+                    with urllib.request.urlopen(request, timeout=60) as answer:
+                        print(f"  greenroom serve demo\n    {answer.read().decode()[:160]}")
                         return
                 except OSError:
                     if server.poll() is not None:

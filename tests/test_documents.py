@@ -27,6 +27,7 @@ DOCUMENTS = [
 ]  # fmt: skip
 PAGES = [path for path in DOCUMENTS if path.parent.name != "log"]  # logs describe the past
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)  # of any language
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 SCRIPT = re.compile(r"(?:python3? )?(benchmarks/[\w/]+\.py|examples/[\w/]+\.py)(.*)")
@@ -117,6 +118,24 @@ def test_links_lead_somewhere(path: Path) -> None:
     targets = [target.partition("#")[0] for target in LINK.findall(path.read_text())]
     local = [target for target in targets if target and "://" not in target]
     assert not [target for target in local if not (path.parent / target).exists()]
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that a Git host and the site give a page's headings."""
+    headings = re.findall(r"^#+ +(.+)$", BLOCK.sub("", path.read_text()), re.MULTILINE)
+    shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each).lower() for each in headings]
+    return {re.sub(r"[^\w\- ]", "", each).strip().replace(" ", "-") for each in shown}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
+def test_anchors_of_links_exist(path: Path) -> None:
+    wrong = []
+    for target in LINK.findall(path.read_text()):
+        name, _, anchor = target.partition("#")
+        page = path.parent / name if name else path
+        if anchor and "://" not in target and page.suffix == ".md" and page.exists():
+            wrong += [target] * (anchor not in anchors(page))
+    assert not wrong
 
 
 @pytest.mark.parametrize("path", PAGES, ids=relative)
