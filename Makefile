@@ -209,7 +209,8 @@ sbom: $(TOOLS)/.ready
 		--output-file build/sbom.json $(INSTALLED)
 
 licenses: $(TOOLS)/.ready
-	$(TOOLS)/bin/pip-licenses --python=$(INSTALLED) --from=mixed --order=license
+	$(TOOLS)/bin/pip-licenses --python=$(INSTALLED) --from=mixed --format=json > build/licenses.json
+	$(TOOLS)/bin/python release/check_licenses.py < build/licenses.json
 
 release:
 	$(MAKE) --no-print-directory dist

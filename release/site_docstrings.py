@@ -7,7 +7,7 @@ from typing import Any
 
 import griffe
 
-NAMED = re.compile(r"^(\w[\w, ]{0,60}?):\s+(?=\S)")
+NAMED = re.compile(r"^(\w+(?:, \w+)*|\w+\([\w, ]*\)):\s+(?=\S)")
 
 
 def as_list(text: str) -> str:
@@ -17,7 +17,7 @@ def as_list(text: str) -> str:
     for line in text.split("\n"):
         named = NAMED.match(line)
         continues = inside and re.match(r" +\S", line)
-        if named and all(re.fullmatch(r"\w+", part.strip()) for part in named[1].split(",")):
+        if named:
             if not inside:
                 lines.append("")
             line, inside = f"- `{named[1]}`: {line[named.end() :]}", True

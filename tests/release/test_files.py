@@ -72,6 +72,26 @@ def test_every_page_is_in_the_site_s_navigation() -> None:
     assert pages <= listed
 
 
+LICENSES = runpy.run_path(str(ROOT / "release/check_licenses.py"))
+
+
+@pytest.mark.parametrize(
+    ("licence", "allowed"),
+    [
+        ("MIT", True),
+        ("Apache-2.0 AND Apache-2.0 WITH LLVM-exception AND BSD-3-Clause", True),
+        ("Apache Software License; BSD License", True),
+        ("MIT OR GPL-3.0-only", True),
+        ("MIT AND GPL-3.0-only", False),
+        ("MIT; GNU General Public License v3 (GPLv3)", False),
+        ("UNKNOWN", False),
+        ("", False),
+    ],
+)
+def test_licences_of_all_parts_must_be_on_the_list(licence: str, allowed: bool) -> None:
+    assert LICENSES["is_allowed"](licence) == allowed
+
+
 PAGES = runpy.run_path(str(ROOT / "release/site_pages.py"))
 
 
