@@ -198,9 +198,12 @@ dist: $(TOOLS)/.ready
 	$(TOOLS)/bin/check-wheel-contents dist/*.whl
 	$(TOOLS)/bin/python release/check_files.py dist
 
+# The newest releases of the dependencies, as a user gets them; with CONSTRAINT=constraints.txt those
+# of the tests, whose torch is for CPUs alone.
 PYTHONS := 3.11 3.12 3.13 3.14
 try-install: $(TOOLS)/.ready
-	$(TOOLS)/bin/python release/try_install.py dist --python $(PYTHONS) --constraint constraints.txt --tools
+	$(TOOLS)/bin/python release/try_install.py dist --python $(PYTHONS) --tools \
+		$(if $(CONSTRAINT),--constraint $(CONSTRAINT))
 
 # Of the first environment that `make try-install` left.
 INSTALLED = $(or $(firstword $(wildcard build/install/*/bin/python)),$(error make try-install comes first))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 EXTRAS = "serve,gguf,study,pictures"
-TOOLS = Path(sys.executable).parent  # where uvx and pipx are
+TOOLS = Path(sys.executable).parent  # where uv, uvx and pipx are
 PORT = 8765
 # Each line is tried in each environment.
 COMMANDS = (
@@ -75,19 +75,19 @@ def find_python(version: str) -> str | None:
 
 
 def install(python: str, place: Path, wheel: Path, constraint: Path | None) -> None:
-    """Make an environment, and install torch and the wheel with its extras in it."""
-    shutil.rmtree(place, ignore_errors=True)
+    """Make an environment, and install the wheel with its extras in it."""
     with tempfile.TemporaryDirectory() as name:
-        folder, own = Path(name), str(place / "bin/python")
+        folder = Path(name)
         environment = clean_environment(folder)
-        environment.pop("XDG_CACHE_HOME")  # pip's downloads stay
+        environment.pop("XDG_CACHE_HOME")  # downloads stay
+        if "PIP_FIND_LINKS" in environment:
+            environment["UV_FIND_LINKS"] = environment["PIP_FIND_LINKS"]
+        uv, into = str(TOOLS / "uv"), ["--quiet", "--python", str(place)]
         pinned = ["--constraint", str(constraint)] if constraint else []
-        pip = [own, "-m", "pip", "install", "--quiet", *pinned]
-        run([python, "-m", "venv", str(place)], folder, environment)
-        run([*pip, "--upgrade", "pip"], folder, environment)
-        run([*pip, "torch"], folder, environment)
-        run([*pip, f"greenroom[{EXTRAS}] @ {wheel.as_uri()}"], folder, environment)
-        run([own, "-m", "pip", "check"], folder, environment)
+        run([uv, "venv", "--quiet", "--clear", "--python", python, str(place)], folder, environment)
+        package = f"greenroom[{EXTRAS}] @ {wheel.as_uri()}"
+        run([uv, "pip", "install", *into, *pinned, package], folder, environment)
+        run([uv, "pip", "check", "--python", str(place)], folder, environment)
 
 
 def use(place: Path, wheel: Path) -> None:
