@@ -42,7 +42,15 @@ def install(place: Path, which: str, python: str) -> None:
     extras = [part for extra in EXTRAS for part in ("--extra", extra)]
     run(UV, "venv", "--quiet", "--clear", "--python", python, str(place))
     run(*pip, "--resolution", RESOLUTION[which], "-r", "pyproject.toml", *extras)
-    run(*pip, *TOOLS)
+    frozen = place / "installed.txt"  # which the tools may not replace
+    frozen.write_text("\n".join(listed(place)))
+    run(*pip, "--constraint", str(frozen), *TOOLS)
+
+
+def listed(place: Path) -> list[str]:
+    """List the releases in an environment, as `name==version`."""
+    command = [UV, "pip", "list", "--python", str(place), "--format", "freeze"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
 
 def main() -> None:
@@ -53,11 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     place = ROOT / "build/versions" / args.which
     install(place, args.which, args.python)
-    listed = subprocess.run(
-        [UV, "pip", "list", "--python", str(place), "--format", "freeze"],
-        check=True, capture_output=True, text=True,
-    ).stdout.split()  # fmt: skip
-    print(*(each for each in listed if each.split("==")[0] in SHOWN), flush=True)
+    print(*(each for each in listed(place) if each.split("==")[0] in SHOWN), flush=True)
     marked = " and ".join(f"not {marker}" for marker in LEFT_OUT)
     os.environ |= {"PYTHONPATH": "src", "NUMBA_CACHE_DIR": str(place / "compiled")}
     run(str(place / "bin/python"), "-m", "pytest", "-m", marked, "-n", "2", *args.tests)
