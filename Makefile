@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Tests start many processes: with byte code written by the first, each starts a second sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native demo check ci portable browser ray processes interpreted without-options check-gpu check-gpu-offline gpu-report format lint types imports test bench-smoke fuzz schedules faults soak bench papers papers-demo papers-train clean
+.PHONY: help setup native demo check ci portable browser ray processes interpreted without-options check-gpu check-gpu-offline gpu-report format lint types imports test bench-smoke fuzz schedules faults soak versions docs dist try-install sbom licenses release real-run bench papers papers-demo papers-train clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
@@ -28,8 +28,16 @@ help:
 	@echo "make check-gpu  the tests that need a CUDA device (torch with CUDA in this environment)"
 	@echo "make check-gpu-offline  Triton's kernels compiled without a GPU, and their machine code examined"
 	@echo "make gpu-report  tests and measurements on a GPU into a folder (OUT=DIR, PART=NAME)"
+	@echo "make docs    the documentation as a site, in build/site"
+	@echo "make dist    sdist and wheel in dist/, checked"
+	@echo "make try-install  the wheel in fresh environments of each Python (PYTHONS=\"3.11 3.12\"), by pipx and uvx"
+	@echo "make sbom    the bill of materials of what a user installs, build/sbom.json"
+	@echo "make licenses  the licences of what a user installs, against a list"
+	@echo "make release  dist, try-install, sbom, licenses"
+	@echo "make real-run MODEL=owner/name  download, verify, run and measure a model; one block of Markdown"
 	@echo "make format  rewrite the sources in the project's format"
-	@echo "make soak    the long tests"
+	@echo "make soak    the long tests, and versions"
+	@echo "make versions  the tests with the oldest and the newest releases of the dependencies"
 	@echo "make bench   the measurements (needs a quiet machine, 15 GB of disk and an hour)"
 	@echo "make papers  the papers' figures and tables (TRACES=DIR has the recordings)"
 	@echo "make papers-train  the demo model's recordings and predictors, from which ProMoE's are made"
@@ -51,6 +59,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch cmake editables hatchling ninja
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	touch $(READY)
+
+# Tools of releases, in an environment of their own.
+TOOLS := build/tools
+$(TOOLS)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --upgrade pip
+	$(TOOLS)/bin/python -m pip install --quiet --group release
+	touch $@
 
 # The same model, text, memory and link twice. The experts are tiny, so a link that is slow on purpose
 # stands in for the disk of a large model's: it carries one expert in the time of two layers.
@@ -164,6 +180,11 @@ fuzz: $(READY) native
 	GREENROOM_FUZZ_SECONDS=$(FUZZ_SECONDS) GREENROOM_FUZZ_INPUTS=$(FUZZ_INPUTS) PYTHONPATH=src \
 		$(BIN)/python -m tests.fuzz
 
+# In environments of their own in build/versions; NAMES="oldest" tries one of them.
+NAMES := oldest newest
+versions: $(TOOLS)/.ready native
+	for name in $(NAMES); do $(TOOLS)/bin/python release/try_versions.py $$name || exit 1; done
+
 # Threads of driver, engine and their workers in 308 orders, of which `make check` tries a third.
 schedules: $(READY) native
 	GREENROOM_TEST_EXAMPLES=all $(BIN)/python -m pytest -m "not slow" tests/schedules/test_scenarios.py
@@ -190,6 +211,51 @@ soak: $(READY) native
 	PYTHONPATH=src $(BIN)/python -m tests.faults.mutants
 	PYTHONPATH=src $(BIN)/python -m tests.kills.run --kills $(KILLS)
 	PYTHONPATH=src $(BIN)/python -m tests.differential.run --seconds 3600
+	$(MAKE) --no-print-directory versions
+
+# The wheel is built from the sdist, so it has what anybody's build from the index would have. The
+# libraries need an old libc alone, so auditwheel changes the wheel's tag and nothing else.
+dist: $(TOOLS)/.ready
+	rm -rf dist build/dist
+	$(TOOLS)/bin/python -m build --outdir build/dist .
+	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(TOOLS)/bin/auditwheel repair --wheel-dir dist build/dist/*.whl
+	mv build/dist/*.tar.gz dist/
+	$(TOOLS)/bin/twine check --strict dist/*
+	$(TOOLS)/bin/check-wheel-contents dist/*.whl
+	$(TOOLS)/bin/python release/check_files.py dist
+
+# The newest releases of the dependencies, as a user gets them; with CONSTRAINT=constraints.txt those
+# of the tests, whose torch is for CPUs alone.
+PYTHONS := 3.11 3.12 3.13 3.14
+try-install: $(TOOLS)/.ready
+	$(TOOLS)/bin/python release/try_install.py dist --python $(PYTHONS) --tools \
+		$(if $(CONSTRAINT),--constraint $(CONSTRAINT))
+
+# Of the first environment that `make try-install` left.
+INSTALLED = $(or $(firstword $(wildcard build/install/*/bin/python)),$(error make try-install comes first))
+sbom: $(TOOLS)/.ready
+	$(TOOLS)/bin/cyclonedx-py environment --output-reproducible --output-format JSON \
+		--output-file build/sbom.json $(INSTALLED)
+
+licenses: $(TOOLS)/.ready
+	$(TOOLS)/bin/pip-licenses --python=$(INSTALLED) --from=mixed --format=json > build/licenses.json
+	$(TOOLS)/bin/python release/check_licenses.py < build/licenses.json
+
+release:
+	$(MAKE) --no-print-directory dist
+	$(MAKE) --no-print-directory try-install
+	$(MAKE) --no-print-directory sbom
+	$(MAKE) --no-print-directory licenses
+
+# The pages of docs/ and a reference made of the sources. Broken links are errors.
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+# One model, from its download to its figures; ARGS are options of the script.
+MODEL ?= demo
+real-run: $(READY) native
+	@$(BIN)/python benchmarks/real_run.py $(MODEL) $(ARGS)
 
 bench: $(READY) native
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev,bench]"

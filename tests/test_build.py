@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hatch_build
-from hatch_build import LIBRARIES, SWITCH, KernelBuild
+from hatch_build import LIBRARIES, SWITCH, VERSION, KernelBuild, version
 
 ROOT = Path(__file__).parents[1]
 # Writes what cmake would: a library into the package's folder.
@@ -39,11 +39,11 @@ def tools(monkeypatch, tmp_path):
     return put
 
 
-def build(root: Path, version: str = "standard") -> dict[str, object]:
+def build(root: Path, kind: str = "standard") -> dict[str, object]:
     """Run the build hook; return what it tells hatchling."""
     data: dict[str, object] = {"force_include": {}, "pure_python": True}
     hook = KernelBuild(str(root), {}, None, None, str(root / "dist"), "wheel")
-    hook.initialize(version, data)
+    hook.initialize(kind, data)
     return data
 
 
@@ -115,6 +115,61 @@ def test_sources_that_do_not_compile(tools, tmp_path, capsys):
     assert "what-it-said" in capsys.readouterr().err
 
 
+CHANGES = "# Changelog\n\n## 0.2.0 (unreleased)\n- x\n\n## 0.1.0\n"
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository with a changelog and one commit; return a function that runs git in it."""
+    monkeypatch.delenv(VERSION, raising=False)
+
+    def git(*args: str) -> str:
+        name = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+        command = ["git", "-C", str(tmp_path), *name, *args]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    (tmp_path / "CHANGELOG.md").write_text(CHANGES)
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    return git
+
+
+def test_the_version_is_the_tag_s_and_a_later_one_after_it(checkout, tmp_path):
+    name = "g" + checkout("rev-parse", "--short=8", "HEAD")
+    assert version(tmp_path) == f"0.2.0.dev0+{name}"
+    checkout("tag", "release")  # of another kind
+    assert version(tmp_path) == f"0.2.0.dev0+{name}"
+    checkout("tag", "v0.2.0")
+    assert version(tmp_path) == "0.2.0"
+    (tmp_path / "CHANGELOG.md").write_text(CHANGES + "more\n")
+    assert version(tmp_path) == f"0.2.1.dev0+{name}.dirty"
+    checkout("commit", "--quiet", "-a", "-m", "second")
+    assert version(tmp_path) == f"0.2.1.dev1+g{checkout('rev-parse', '--short=8', 'HEAD')}"
+
+
+def test_the_version_without_a_repository(checkout, tmp_path, monkeypatch):
+    """Of sources within another repository, of an sdist, without git, and as the user says."""
+    checkout("tag", "v9.9.9")
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    shutil.copy(tmp_path / "CHANGELOG.md", folder)
+    assert version(folder) == "0.2.0.dev0"
+    (folder / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: greenroom\nVersion: 0.3.1\n")
+    assert version(folder) == "0.3.1"
+    monkeypatch.setenv("PATH", str(folder))
+    assert version(tmp_path) == "0.2.0.dev0"
+    monkeypatch.setenv(VERSION, "1.2.3")
+    assert version(folder) == "1.2.3"
+
+
+def test_a_changelog_without_a_version_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.delenv(VERSION, raising=False)
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n")
+    with pytest.raises(SystemExit, match="from which the version is read"):
+        version(tmp_path)
+
+
 @pytest.mark.process
 def test_a_real_wheel_and_a_real_sdist(tmp_path):
     """The frontend shows the line; sources are in the sdist alone."""
@@ -140,6 +195,10 @@ def test_a_real_wheel_and_a_real_sdist(tmp_path):
     assert refused.stderr.splitlines()[-1].startswith("greenroom: no C++20 compiler")
     for name in ("sdist", "wheel"):
         assert made(name, GREENROOM_KERNELS="off").returncode == 0
+    planned = (copy / "CHANGELOG.md").read_text().split()[3]
+    assert {path.name.split("-")[1] for path in tmp_path.glob("greenroom*")} == {
+        f"{planned}.dev0", f"{planned}.dev0.tar.gz"
+    }  # fmt: skip
     wheel = zipfile.ZipFile(next(tmp_path.glob("*-py3-none-any.whl")))
     files = [Path(name) for name in wheel.namelist()]
     assert not {".so", ".cpp", ".hpp"} & {file.suffix for file in files}

@@ -21,12 +21,13 @@ from tests.ggml_blocks import GGML
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
-    ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md",
+    ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md",
     ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("**/*.md")),
     *sorted((ROOT / "examples").glob("*.md")),
 ]  # fmt: skip
 PAGES = [path for path in DOCUMENTS if path.parent.name != "log"]  # logs describe the past
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)  # of any language
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 SCRIPT = re.compile(r"(?:python3? )?(benchmarks/[\w/]+\.py|examples/[\w/]+\.py)(.*)")
@@ -119,6 +120,24 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert not [target for target in local if not (path.parent / target).exists()]
 
 
+def anchors(path: Path) -> set[str]:
+    """The anchors that a Git host and the site give a page's headings."""
+    headings = re.findall(r"^#+ +(.+)$", BLOCK.sub("", path.read_text()), re.MULTILINE)
+    shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each).lower() for each in headings]
+    return {re.sub(r"[^\w\- ]", "", each).strip().replace(" ", "-") for each in shown}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
+def test_anchors_of_links_exist(path: Path) -> None:
+    wrong = []
+    for target in LINK.findall(path.read_text()):
+        name, _, anchor = target.partition("#")
+        page = path.parent / name if name else path
+        if anchor and "://" not in target and page.suffix == ".md" and page.exists():
+            wrong += [target] * (anchor not in anchors(page))
+    assert not wrong
+
+
 @pytest.mark.parametrize("path", PAGES, ids=relative)
 def test_files_exist(path: Path) -> None:
     """Of the repository's own folders, as a page names them in code."""
@@ -146,7 +165,10 @@ def test_make_help_names_its_targets() -> None:
     helped = set(re.findall(r'@echo "make ([\w-]+)', text))
     ci = "processes interpreted check-gpu-offline bench-smoke portable browser ray fuzz"
     not_parallel = "demo check ci native check-gpu gpu-report format soak bench papers papers-train"
-    assert helped == {*not_parallel.split(), *ci.split(), "clean", "without-options"}
+    release = "docs dist try-install sbom licenses release versions real-run"
+    assert helped == {
+        *not_parallel.split(), *ci.split(), *release.split(), "clean", "without-options"
+    }  # fmt: skip
     (named,) = re.findall(r'@echo "make ci +[^:]*: (.*)"', text)
     (targets,) = re.findall(r"^ci: (.*)", text, re.MULTILINE)
     assert named.split(", ") == targets.split()

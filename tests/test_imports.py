@@ -96,3 +96,18 @@ def test_public_names_exist() -> None:
         assert getattr(greenroom, name)
     with pytest.raises(AttributeError, match="no attribute 'lod'"):
         greenroom.lod  # noqa: B018
+
+
+def test_no_extra_is_needed_to_load_a_model():
+    """As in an environment with the package alone."""
+    extras = ("gguf", "fastapi", "uvicorn", "httptools", "llguidance", "prometheus_client",
+              "pandas", "pyarrow", "matplotlib", "ray")  # fmt: skip
+    code = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({extras!r}))\n"
+        "import greenroom.hf.load.attach, greenroom.hf.check.verify, greenroom.hf.pack.packing\n"
+        "from greenroom.cli import parser\n"
+        "parser()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr

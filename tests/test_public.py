@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,16 @@ def test_dir_lists_what_is_public():
     assert dir(greenroom) == sorted([*greenroom.__all__, "__version__"])
     for name in greenroom.__all__:
         assert getattr(greenroom, name) is not None
+
+
+def test_the_version_is_the_installed_one_s(monkeypatch):
+    assert greenroom.__version__ == metadata.version("greenroom")
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert greenroom.__version__ == "0+unknown"
 
 
 def test_load_takes_the_options_of_the_command_line_with_the_same_defaults():

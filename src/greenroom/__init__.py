@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from greenroom.hf.pack.packing import pack as pack
     from greenroom.sim.simulation import simulate as simulate
 
-__version__ = "0.1.0"
+    __version__: str
 
 _WHERE = {
     "load": "greenroom.hf.load.load",
@@ -39,6 +39,8 @@ request_large_pages()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _installed_version()
     if name not in _WHERE:
         raise AttributeError(f"module 'greenroom' has no attribute {name!r}")
     if name != "GreenroomError":
@@ -48,3 +50,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
+
+
+def _installed_version() -> str:
+    """Return the version that was installed; of sources on PYTHONPATH alone it is 0+unknown."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("greenroom")
+    except PackageNotFoundError:
+        return "0+unknown"

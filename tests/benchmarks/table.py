@@ -87,6 +87,8 @@ ROWS = (
     # Runs of a model.
     Row("adapters.py", "demo --adapters 1 --out {out}", ("experts", "together", "of one model"),
         writes=("adapter-1/adapter.safetensors", "adapter-1/expert_cfg.json")),
+    Row("real_run.py", "demo --tokens 16 --rounds 1 --cache 25%",
+        ("model", "memory", "tokens/s", "hit ratio", "verified", "machine")),
     Row("floor.py", "{model} --table", ("floor", "measured")),
     Row("decode.py", "{root} --repeats 1 --tokens 4 --peer-tokens 2 --variants zipf1.0 --threads 1"
         " --engines greenroom llama.cpp"

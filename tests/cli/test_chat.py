@@ -299,8 +299,9 @@ def test_a_terminal_with_history_and_an_answer_that_is_stopped(tmp_path: Path) -
     finally:
         terminal.process.kill()
         slow.stop()
-    kept = (tmp_path / "greenroom" / "chat_history").read_text()
-    assert "Hello" in kept
+    history = tmp_path / "greenroom" / "chat_history"
+    assert "Hello" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0
 
 
 def test_typed_lines_are_stored_in_the_state_folder(

@@ -68,14 +68,11 @@ def brief(error: BaseException) -> str:
 
 
 def attempt(scenario: Scenario, root: Path) -> tuple[Any, BaseException | None]:
-    """(what `run` returned, None), or (None, its error). A hang ends the process."""
-    faulthandler.dump_traceback_later(HANG_S, exit=True)
+    """(what `run` returned, None), or (None, its error)."""
     try:
         return scenario.run(root), None
     except BaseException as error:
         return None, error
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def check_error(error: BaseException) -> None:
@@ -122,6 +119,7 @@ def try_fault(
 ) -> tuple[Fault, bool]:
     """Let one operation fail; (what failed, whether the result was right). Wrong otherwise."""
     reset(root)
+    faulthandler.dump_traceback_later(HANG_S, exit=True)
     before, open_before = thread_names(), open_files(root)
     with fail(kind, number, root) as fault:
         value, error = attempt(scenario, root)

@@ -155,6 +155,16 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, step):
     assert load(path).labels == ("a", "b")
 
 
+def test_a_link_in_the_draft_s_place_is_not_followed(tmp_path):
+    """In a folder that others may write, it would lead to a file of this user."""
+    (victim := tmp_path / "victim").write_text("precious")
+    (tmp_path / f".t.{os.getpid()}.tmp").symlink_to(victim)
+    with pytest.raises(OutputError, match="cannot be written"):
+        save(small(), tmp_path / "t")
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "t").exists()
+
+
 def test_no_folder_to_write_to(tmp_path):
     with pytest.raises(OutputError, match="No such file or directory"):
         save(small(), tmp_path / "missing" / "t")

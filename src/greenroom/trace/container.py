@@ -73,10 +73,10 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
-            opener = partial(os.open, mode=mode)
             with (
                 undo_on_interrupt(partial(os.unlink, draft)),
-                open(draft, "wb", opener=opener) as file,
+                # In a shared folder another user may have put a link in the draft's place.
+                open(draft, "wb", opener=lambda p, f: os.open(p, f | os.O_NOFOLLOW, mode)) as file,
             ):
                 yield file
                 file.flush()

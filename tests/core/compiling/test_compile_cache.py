@@ -72,6 +72,22 @@ def test_a_damaged_file_is_compiled_again(compile_folder: Path, damage: bytes | 
     assert from_disk(power(2), 5, 25)
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o620, 0o602])
+@pytest.mark.parametrize("stranger", [False, True])
+def test_code_that_another_user_could_have_written_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, stranger: bool
+) -> None:
+    path = tmp_path / "code"
+    write(path, b"machine code")
+    path.chmod(mode)
+    if stranger:
+        if os.getuid() == 0:
+            os.chown(path, 54321, -1)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    assert read(path) == (b"machine code" if mode == 0o600 and not stranger else None)
+
+
 def test_an_unwritable_folder_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.touch()

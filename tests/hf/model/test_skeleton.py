@@ -20,6 +20,7 @@ from greenroom.errors import (
     UnsupportedModel,
 )
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
+from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.model.implementation import IMPLEMENTATION
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.memory.arena import TensorArena
@@ -151,6 +152,27 @@ def change_config(folder: Path, **values: Any) -> Path:
     config = {**json.loads(path.read_text()), **values}
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     return folder
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of its config, nor of its model, nor of its tokenizer, and nobody is asked."""
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda *text: asked.append(str(text)) or "y")
+    folder = copy(tmp_path, tokenizer=True)
+    marker = tmp_path / "was-run"
+    (folder / "code.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: pass\n")
+    for file, names in {
+        "config.json": ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer"),
+        "tokenizer_config.json": ("AutoTokenizer",),
+    }.items():
+        path = folder / file
+        own = {name: ["code.Own", "code.Own"] if "Tok" in name else "code.Own" for name in names}
+        path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": own}))
+    skeleton = ModelSkeleton.of(folder)
+    skeleton.load()
+    tokenizer_of(skeleton.checkpoint)
+    assert not marker.exists()
+    assert not asked
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,17 @@ def test_what_cannot_be_read_is_passed_over_and_replaced(text):
     assert files.load_records("abc", "one").runs == (RUN,)
 
 
+def test_a_stored_setting_runs_no_policy_s_file(tmp_path: Path):
+    marker = tmp_path / "was-run"
+    (tmp_path / "own.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    for name in (f"{tmp_path}/own.py", f"{tmp_path}/own.py:x=1"):
+        path = save("one", Records().with_setting(replace(setting(64), options={"policy": name})))
+        assert path is not None
+        assert name in path.read_text()
+        assert files.load_records("abc", "one") == Records()
+    assert not marker.exists()
+
+
 def test_updates_at_the_same_time_all_count_and_no_change_writes_nothing():
     def add(capacity: int) -> None:
         files.update_records("abc", "one", lambda before: before.with_setting(setting(capacity)))

@@ -206,6 +206,11 @@ def test_a_place_that_cannot_be_written_is_one_error(cache, caplog):
     assert warnings(caplog) == []
 
 
+def test_the_folder_is_this_user_s_alone(cache):
+    save(KEY, some())
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
 def test_a_save_that_is_cut_off_leaves_the_old_one(cache, monkeypatch):
     save(KEY, some())
 

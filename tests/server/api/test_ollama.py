@@ -11,8 +11,8 @@ import httpx2
 import ollama
 import pytest
 
-from greenroom import __version__
 from greenroom.errors import StoreError
+from greenroom.server.api.ollama import models
 from greenroom.server.api.ollama.models import rounded_count
 from greenroom.server.api.ollama.responses import durations
 from greenroom.server.engine.requests import Finished
@@ -310,7 +310,16 @@ class TestModels:
         shown = client(running).show(NAME)
         assert shown.capabilities == ["completion", "tools", "thinking"]
         assert shown.template == running.engine.tokenizer.chat_template
-        assert running.get("/api/version").json() == {"version": __version__}
+
+    @pytest.mark.parametrize("version", ["0.2.0", "0.2.0.dev5+g0a1b2c3d.dirty", "0+unknown"])
+    def test_the_version_is_numbers(
+        self, running: Running, monkeypatch: pytest.MonkeyPatch, version: str
+    ) -> None:
+        """Open WebUI and others turn each part between dots into an integer."""
+        monkeypatch.setattr(models, "__version__", version)
+        shown = running.get("/api/version").json()["version"]
+        assert version.startswith(shown)
+        assert all(part.isdecimal() for part in shown.split("."))
 
     def test_no_model_runs_before_it_is_loaded(self, running: Running) -> None:
         assert list(client(running).ps().models) == []

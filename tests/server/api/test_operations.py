@@ -164,6 +164,17 @@ def test_the_log_has_a_line_for_each_request(serve: Serve) -> None:
     assert len(running.lines) == 1
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_the_log_has_no_text_of_requests_and_answers(serve: Serve, form: str) -> None:
+    running = serve(fake_engine("a confidential answer"), log_format=form)
+    question = [{"role": "user", "content": "a confidential question"}]
+    running.post("/v1/chat/completions", {**CHAT, "messages": question})
+    running.post("/v1/chat/completions", {**CHAT, "messages": question, "n": 0})
+    assert running.line(2)
+    assert len(running.lines) == 2
+    assert "confidential" not in "".join(running.lines)
+
+
 def test_log_lines_can_be_json(serve: Serve) -> None:
     running = serve(fake_engine("one two three", delay_s=0.002), log_format="json")
     running.post("/v1/chat/completions", {**CHAT, "n": 2, "max_tokens": 3})

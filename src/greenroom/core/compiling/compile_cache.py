@@ -100,9 +100,17 @@ def versions() -> tuple[Any, ...]:
 
 
 def read(path: Path) -> bytes | None:
-    """Read a file of the compile cache; None if it is missing or damaged."""
+    """Read a file of the compile cache; None if it is missing, damaged or not trusted.
+
+    The content is machine code, in a pickle. Only files of this user or of root are trusted, and
+    only if no other user may write them: the folder of NUMBA_CACHE_DIR may be a shared one.
+    """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
+                return None
+            data = file.read()
         os.utime(path)  # `trim` removes the files used longest ago
     except OSError:
         return None

@@ -116,7 +116,9 @@ def load_reference_model(skeleton: ModelSkeleton) -> PreTrainedModel:
         options["quantization_config"] = quantised.quantization_config
     adapter = adapter_of(skeleton.model)
     if adapter is not None and adapter.config_part:
-        composite = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+        composite = AutoConfig.from_pretrained(
+            checkpoint.folder, trust_remote_code=False, local_files_only=True
+        )
         options["config"] = getattr(composite, adapter.config_part)
         options["key_mapping"] = dict(adapter.renames)
     if quantised is None and settings_of(checkpoint.config) is not None:

@@ -263,7 +263,7 @@ def checksum(arrays: Arrays) -> str:
 def _prepare(path: Path) -> None:
     """Make the folder of a file, and remove abandoned drafts of the file. OutputError."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # it tells of a user's prompts
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
     for draft in path.parent.glob(f".{path.name}.*.tmp"):

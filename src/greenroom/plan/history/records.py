@@ -15,6 +15,7 @@ from greenroom.config import scope_of, split_of
 from greenroom.json_file import JsonObject, Malformed, integer
 from greenroom.plan.costs import RunMeasurement
 from greenroom.policies import policy
+from greenroom.policies.helpers.policy_file import SUFFIX
 from greenroom.predictors import predictor
 
 NEAR = 0.15  # a setting holds for capacities that differ by no more than this share
@@ -54,7 +55,12 @@ class StoredSetting:
         entry = JsonObject(contents, where)
         option_entry = entry.object("options")
         options = {name: option_entry.text(name) for name in OPTIONS if name in option_entry}
-        policy(options.get("policy", "auto")).check_online()
+        name = options.get("policy", "auto")
+        if name.partition(":")[0].endswith(SUFFIX):
+            raise Malformed(
+                f"{where} names a policy's file, whose code runs only where it is asked for"
+            )
+        policy(name).check_online()
         predictor(options.get("prefetch", "auto"))
         scope_of(options.get("scope", "shared"))
         split_of(options.get("split", "off"))

@@ -220,6 +220,14 @@ def test_a_hub_that_refuses_or_lies(server: HubServer, cache: Path, wrong: Wrong
     assert not {name for name in blobs(cache) if len(name) == 64}
 
 
+def test_a_hub_s_names_of_files_stay_in_its_folder(server: HubServer, cache: Path) -> None:
+    outside = ["../evil.gguf", "a/../../evil-Q4_0.gguf", "/evil.gguf", "evil\n.gguf"]
+    server.add("tiny/gguf", {"m-Q8_0.gguf": WEIGHTS, **dict.fromkeys(outside, WEIGHTS)})
+    path = pull("tiny/gguf").path
+    assert path.name == "m-Q8_0.gguf"
+    assert not [each for each in cache.parent.rglob("*") if "evil" in each.name]
+
+
 def test_names_that_the_hub_does_not_know(server: HubServer) -> None:
     add_gguf(server)
     pull("tiny/gguf:Q8_0")

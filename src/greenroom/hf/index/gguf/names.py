@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-import gguf
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     PrefixChange,
@@ -114,6 +113,8 @@ class GgufNames:
 
     def __init__(self, model: PreTrainedModel, architecture: str, layers: int) -> None:
         name = SAME_NAMES.get(architecture, architecture)
+        import gguf  # imported here: other formats must not need it
+
         number = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == name)
         # gguf changes a dict of this class for some architectures, so each table has its own copy.
         blocks = {"block_mappings_cfg": dict(gguf.TensorNameMap.block_mappings_cfg)}

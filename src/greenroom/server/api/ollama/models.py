@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -47,7 +48,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/api/version")
     async def version() -> dict[str, str]:
-        return {"version": __version__}
+        return {"version": re.split(r"\.dev|\+", __version__)[0]}  # numbers alone: clients parse it
 
     @routes.get("/api/tags")
     async def tags() -> dict[str, Any]:
