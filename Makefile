@@ -87,7 +87,7 @@ check: $(READY)
 	$(MAKE) --no-print-directory --jobs 2 lint types imports test
 
 # What is left out of `make check` because it takes longer. Continuous integration runs both.
-ci: processes interpreted check-gpu-offline bench-smoke portable browser fuzz schedules faults without-options
+ci: processes interpreted check-gpu-offline bench-smoke portable browser fuzz schedules faults docs without-options
 
 # With the Python that has a torch for this machine's GPU: make check-gpu PYTHON=python3
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))

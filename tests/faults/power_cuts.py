@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 from tests import conftest  # noqa: F401  the settings of all tests
 from tests.faults.disk import Disk, read_log, states
-from tests.faults.scenarios import SCENARIOS, prepared, reset
+from tests.faults.scenarios import prepared, reset
 from tests.faults.shim import logged, start
 
 WRITING = ("run-learned", "pack", "trace-record", "batch", "pull", "serve-prompts")
@@ -65,7 +65,7 @@ def sizes(folder: Path) -> dict[str, int]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("scenarios", nargs="*", default=list(WRITING), choices=[*SCENARIOS, []])
+    parser.add_argument("scenarios", nargs="*", default=list(WRITING))
     parser.add_argument("--most", type=int, default=1 << 30, help="disks of a scenario")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)

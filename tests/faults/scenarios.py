@@ -29,6 +29,7 @@ from greenroom.cli import main
 from greenroom.core.cost import Link
 from greenroom.core.machine import Machine, Processor, Route, Table
 from greenroom.errors import GreenroomError
+from greenroom.refusals import name_refusals
 from greenroom.trace import load as load_trace
 from tests.hub_server import HubServer, use
 from tests.models import cached_tiny
@@ -229,7 +230,8 @@ def pulled(root: Path, _: Any) -> dict[str, str]:
 
 def serve(root: Path) -> Any:
     """Answers of three requests that run together."""
-    served = Served(root / "model", max_batch=3, batch_invariant=True)
+    with name_refusals():
+        served = Served(root / "model", max_batch=3, batch_invariant=True)
     try:
         asked = [served.ask(draw(20, seed), 5) for seed in range(3)]
         ended = [each.end() for each in asked]
@@ -247,7 +249,8 @@ def serve_with_prompts(root: Path) -> Any:
     options: dict[str, Any] = {"prompt_cache": str(root / "work" / "prompts"), "context": 600}
     found = []
     for _ in range(2):
-        served = Served(root / "model", **options)
+        with name_refusals():
+            served = Served(root / "model", **options)
         try:
             asked = served.ask(draw(400, 1), 5)
             if (error := asked.end().error) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -200,6 +201,25 @@ def test_a_file_that_cannot_be_read_is_not_used(
     assert read(folder, look(folder, IDS)) == [None]
     assert "cannot be read" in caplog.text
     assert look(folder, IDS).tokens == 0
+
+
+def test_a_file_that_is_refused_for_a_moment_is_used_again(
+    open_folder: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_folder()
+    write_chain(folder, IDS[:20])
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("greenroom.server.engine.prompts.folder.read_data", refuse)
+        assert read(folder, look(folder, IDS)) == [None]
+    (record,) = caplog.records
+    assert record.getMessage().endswith("is not used: it cannot be read: Too many open files")
+    assert look(folder, IDS).tokens == folder.damaged == 0
+    folder.scan()
+    assert [part is not None for part in read(folder, look(folder, IDS))] == [True]
 
 
 def test_other_files_are_left_alone(open_folder: Open, tmp_path: Path) -> None:

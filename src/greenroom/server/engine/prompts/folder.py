@@ -202,8 +202,9 @@ class PromptFolder:
         except FileNotFoundError:
             self._forget(name)
             self.scan()  # others are likely gone too
-        except OSError as error:
-            self._discard(name, DamagedSegment(f"it cannot be read: {error.strerror}"))
+        except OSError as error:  # too many open files, perhaps: the file may be good
+            log.warning("%s is not used: it cannot be read: %s", self.path / name, error.strerror)
+            self._forget(name)
         return None
 
     def write(self, segment: Segment, data: Bytes, chain: Sequence[Segment]) -> bool:
