@@ -34,7 +34,7 @@ ODD: list[Any] = [
 ]  # fmt: skip
 NUMBERS = [0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1,
            2**63, 2**64 - 1]  # fmt: skip
-ACTIONS = ("odd", "odd", "odd", "near", "drop", "swap", "graft", "repeat", "rename", "add")
+ACTIONS = ("odd", "odd", "odd", "near", "near", "drop", "swap", "graft", "repeat", "rename", "add")
 
 
 class Mutator:
@@ -73,6 +73,9 @@ class Mutator:
             inside[key] = random.choice(
                 [0, inside[key] + 1, inside[key] - 1, -inside[key], 2 * inside[key]]
             )
+        elif action == "near" and isinstance(inside[key], str):
+            text = inside[key].encode(errors="surrogatepass")
+            inside[key] = self.edit_bytes(text, b"").decode(errors="replace")
         elif action == "drop":
             del inside[key]
         elif action == "swap":

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -197,6 +196,7 @@ def _messages() -> list[bytes]:
                                                     "content": [{"type": "text", "text": "x"}]}]}]},
         {"max_tokens": 4, "messages": [{"role": "user", "content": [{"type": "image",
                                                                       "source": source}]}]},
+        {"messages": [USER], "tools": [tool], "system": [{"type": "text", "text": "x"}]},
     )  # fmt: skip
 
 
@@ -255,8 +255,9 @@ def _reader(path: str) -> Callable[[bytes, Path], None]:
 def read_messages(data: bytes, folder: Path) -> None:
     from greenroom.server.api.messages import CountRequest
 
-    _reader("/v1/messages")(data, folder)
-    with suppress(GreenroomError):
+    if b"max_tokens" in data:
+        _reader("/v1/messages")(data, folder)
+    else:
         read_request("/v1/messages/count_tokens", data, CountRequest)
 
 

@@ -62,9 +62,10 @@ def attempt(name: str, patch: Path | None) -> dict[str, Any]:
                 logging.getLogger().exception("the fuzzer of %s failed", name)
             finally:
                 os._exit(code)
-        os.waitpid(child, 0)
-        if not result.exists():  # the process has ended: so the defect shows, too
-            return {"failed": 1, "inputs": 0, "seconds": 0.0, "budget": 0.0}
+        _, status = os.waitpid(child, 0)
+        if not result.exists():  # a signal has ended it, or its valid file was not read
+            failed = int(os.WIFSIGNALED(status))
+            return {"failed": failed, "inputs": 0, "seconds": 0.0, "budget": 0.0}
         found: dict[str, Any] = json.loads(result.read_text())
         return found
 

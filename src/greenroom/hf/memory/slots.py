@@ -17,6 +17,7 @@ from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
 from greenroom.hf.checkpoint.pack.checked import disk_store
 from greenroom.hf.memory.devices import kernels_of, lanes_of
 from greenroom.hf.memory.setup import ModelSetup
+from greenroom.json_file import printable
 from greenroom.policies import policy as named_policy
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory
@@ -50,8 +51,9 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
         slots = amount.of(0) // catalog.slot_bytes
     if slots < 1:  # the share is rounded up, so that it is enough
         raise BudgetError(
-            f"{what} {cache} has no room for an expert: give at least {catalog.slot_bytes} bytes,"
-            f" or {-(-10_000 // catalog.experts) / 100:.2f}% of the {catalog.experts} experts"
+            f"{what} {printable(cache)} has no room for an expert: give at least"
+            f" {catalog.slot_bytes} bytes, or {-(-10_000 // catalog.experts) / 100:.2f}% of the"
+            f" {catalog.experts} experts"
         )
     return min(slots, catalog.experts)
 
