@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.schedules.mutants import MOST, ROOT, SCENARIO_OF, make_copy, patches, search
+from tests.schedules.mutants import MOST, ROOT, SCENARIO_OF, patches, search
 from tests.schedules.scenarios import SCENARIOS
 
 
@@ -27,10 +27,9 @@ def test_a_patch_applies(name: str, tmp_path: Path) -> None:
     subprocess.run(command, cwd=tmp_path, check=True)
 
 
-def test_a_defect_is_found(tmp_path: Path) -> None:
-    """The one that is found soonest; `make soak` looks for all."""
-    source = make_copy(tmp_path, patches()["host-done"])
-    assert "done(error)" in (source / "greenroom/runtime/driver/host_worker.py").read_text()
+@pytest.mark.process
+def test_a_defect_is_found() -> None:
+    """One of them; `make soak` looks for all."""
     command = [sys.executable, "-m", "tests.schedules.mutants", "host-done"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = re.search(r"found by schedule (\d+): ThreadFailed", done.stdout)

@@ -49,11 +49,10 @@ def test_no_schedule_fails(name: str, seed: int, gaps: list[tuple[int, int]] | N
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_seed_repeats_its_schedule(name: str) -> None:
-    for seed in (1, 2):
-        first, again = (SCENARIOS[name].run(seed) for _ in range(2))
-        assert (first.choices, first.step) == (again.choices, again.step)
-        replayed = SCENARIOS[name].run(seed, Replay(first.choices))
-        assert (replayed.choices, replayed.step) == (first.choices, first.step)
+    first, again = (SCENARIOS[name].run(1) for _ in range(2))
+    assert (first.choices, first.step) == (again.choices, again.step)
+    replayed = SCENARIOS[name].run(1, Replay(first.choices))
+    assert (replayed.choices, replayed.step) == (first.choices, first.step)
 
 
 def test_runs_add_up(tmp_path, monkeypatch, capsys) -> None:
