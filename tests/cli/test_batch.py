@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from greenroom.cli.terminal import progress
+from tests.adapters import make_adapter
 from tests.cli.conftest import Run, start
 from tests.server.batch.conftest import line_of, lines_of, write
-from tests.server.conftest import fake_engine, launch
+from tests.server.conftest import DEMO, fake_engine, launch
 
 CACHE = ("--cache", "25%", "--context", 128)
 
@@ -25,11 +27,18 @@ def requests(folder: Path, count: int, tokens: int = 4, **body: Any) -> Path:
     return write(folder / "in.jsonl", lines)
 
 
-def test_a_batch_is_answered_once(cli: Run, tmp_path: Path) -> None:
+def test_a_batch_is_answered_once(
+    cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
     source, out = requests(tmp_path, 5, temperature=0), tmp_path / "out.jsonl"
     command = ("batch", "demo", source, "-o", out, *CACHE)
     first = cli(*command)
     assert first.code == 0, first.err
+    shares = [line for line in first.progress if line.startswith("answering")]
+    assert [line.split(",")[0].split(" ...")[0] for line in shares] == [
+        f"answering {share}%" for share in (20, 40, 60, 80, 100)
+    ]
     assert first.out.startswith(f"5 of 5 requests have answers in {out}; ")
     assert "tokens/s\n" in first.out
     texts = {
@@ -65,6 +74,29 @@ def test_mistakes_are_named_before_the_model_is_loaded(cli: Run, tmp_path: Path)
         in cli("batch", "demo", source, "-o", out, "--speculate", "mtp").mistake
     )
     assert not out.exists()
+
+
+def test_a_request_is_answered_by_the_adapter_that_it_names(cli: Run, tmp_path: Path) -> None:
+    every_third = {layer: range(layer, 32, 3) for layer in range(9)}
+    adapters: list[object] = []
+    for seed, name in enumerate(("math", "law"), 1):
+        folder = make_adapter(DEMO, tmp_path / name, every_third, seed)
+        adapters += ["--adapter", f"{name}={folder}"]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
+    models = ("demo", "law", "math", "demo")
+    write(source, [line_of(f"r{number}", url="/v1/completions", body={**body, "model": model})
+                   for number, model in enumerate(models)])  # fmt: skip
+    command = ("batch", "demo", source, "-o", out, *CACHE)
+    assert "--split cannot be used" in cli(*command, *adapters, "--split", "auto").mistake
+    assert "'law', but 'demo' answers" in cli(*command).mistake
+    ran = cli(*command, *adapters)
+    assert ran.code == 0, ran.err
+    answers = {each["custom_id"]: each["response"]["body"] for each in lines_of(out)}
+    texts = [answers[f"r{number}"]["choices"][0]["text"] for number in range(4)]
+    assert [answers[f"r{number}"]["model"] for number in range(4)] == [*models]
+    assert texts[0] == texts[3]
+    assert len(set(texts)) == 3
 
 
 def test_refused_requests_are_counted(cli: Run, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from greenroom.cli.screen import screen
+from greenroom.cli.screen.screen_mode import ENTER, LEAVE
 from greenroom.cli.terminal.session import Session, Terminal, closing_line, history_file
 from greenroom.cli.terminal.summary import summary
 from greenroom.errors import GreenroomError
@@ -302,6 +303,35 @@ def test_a_terminal_with_history_and_an_answer_that_is_stopped(tmp_path: Path) -
     history = tmp_path / "greenroom" / "chat_history"
     assert "Hello" in history.read_text()
     assert history.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.process
+@pytest.mark.timeout(180)
+def test_answers_are_shown_on_a_screen_with_live_numbers(tmp_path: Path) -> None:
+    env = {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm-256color", "GREENROOM_LEARNED": "off"}
+    limits = ("--cache", "25%", "--temperature", "0", "--max-new-tokens", "40")
+    terminal = PtyProcess("chat", "demo", "--live", *limits, env=env)
+    try:
+        for question in ("Hello", "And then?"):
+            terminal.until("> ")
+            assert terminal.everything.count(ENTER) == terminal.everything.count(LEAVE)
+            terminal.type(question + "\n")
+            terminal.until(ENTER)
+            terminal.until(LEAVE)
+        terminal.until("> ")
+        terminal.type("\x04")
+        assert terminal.wait() == 0
+    finally:
+        terminal.process.kill()
+    _, *screens = terminal.everything.split(ENTER)
+    assert len(screens) == 2
+    for text in screens:
+        live, left, after = text.partition(LEAVE)
+        assert left
+        for each in ("tokens/s", "of 256 in memory", "Memory"):
+            assert each in live
+        assert "\x1b[?1049h" not in after
+    assert "Hello!" in screens[0].partition(LEAVE)[2]  # the answer stays
 
 
 def test_typed_lines_are_stored_in_the_state_folder(

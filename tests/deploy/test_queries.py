@@ -18,6 +18,7 @@ import yaml
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
+from greenroom.server.engine.requests import REASONS
 from greenroom.server.http.metrics import METRICS, TIMES
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -51,6 +52,17 @@ def labels_of(query: str) -> set[str]:
     return {*chosen, *grouped} - OF_PROMETHEUS
 
 
+def values_of(query: str) -> set[tuple[str, str]]:
+    """The labels with fixed values that a query selects, and the values."""
+    found = re.findall(r'(\w+)\s*(?:=~?|!=|!~)\s*"([^"$]*)"', query)
+    return {
+        (label, value)
+        for label, values in found
+        if label not in OF_PROMETHEUS
+        for value in values.split("|")
+    }
+
+
 def defined() -> dict[str, set[str]]:
     """The labels of each sample that the server's code defines."""
     samples: dict[str, set[str]] = {name: set() for name in STATE}
@@ -71,6 +83,12 @@ def test_a_query_has_metrics_and_labels_that_the_server_defines(query: str) -> N
     assert set(names) <= set(samples)
     assert labels_of(query) <= set().union(*(samples[name] for name in names))
     assert query.count("(") == query.count(")")
+
+
+def test_a_selected_value_is_one_that_the_server_defines() -> None:
+    selected = set().union(*map(values_of, queries()))
+    assert ("reason", "timeout") in selected
+    assert selected <= {("reason", reason) for reason in REASONS}
 
 
 def test_an_unknown_name_or_label_would_be_seen() -> None:
@@ -126,7 +144,10 @@ def test_every_metric_of_a_query_is_exposed_by_a_real_server(scraped: str) -> No
         for family in text_string_to_metric_families(scraped)
         for sample in family.samples
     }
+    values = {pair for family in text_string_to_metric_families(scraped)
+              for sample in family.samples for pair in sample.labels.items()}  # fmt: skip
     for query in queries():
         names = set(NAME.findall(query))
+        assert values_of(query) <= values, query
         assert names <= set(exposed), query
         assert labels_of(query) <= set().union(*(exposed[name] for name in names)), query

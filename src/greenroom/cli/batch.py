@@ -15,6 +15,7 @@ from greenroom.cli.options.parser import Parser
 from greenroom.cli.serve import name_of, need_extra
 from greenroom.cli.terminal.progress import Progress, collect_garbage, model_progress, quiet
 from greenroom.config import LoadConfig, ServeConfig, flag
+from greenroom.config.values import adapter_names
 from greenroom.errors import GreenroomError, UsageError
 from greenroom.hf.checkpoint.names import check_name
 
@@ -81,13 +82,18 @@ def main(args: argparse.Namespace) -> None:
             f" {flag(min(others))}, or give it to `greenroom serve`"
         )
     name = args.model if args.url else config.model_name or name_of(args.model)
+    adapters = adapter_names(load.adapter, name)
+    if len(adapters) < 2:  # one replaces the model's experts
+        adapters = ()
+    elif args.url is None:
+        config.check_variants(load)
 
     from greenroom.server.batch.requests import read_requests
     from greenroom.server.batch.results import Results
 
     if args.out.exists() and args.file.exists() and args.out.samefile(args.file):
         raise UsageError(f"{args.out} has the requests: give another file with --out")
-    requests = read_requests(args.file, name)
+    requests = read_requests(args.file, name, adapters)
     with Results(args.out, requests) as results:
         before = len(results.done)
         if before == len(requests):
@@ -96,18 +102,21 @@ def main(args: argparse.Namespace) -> None:
             _send(args, config, requests, results)
         else:
             config = replace(config, max_queue=config.max_batch, timeout=FOREVER_S, no_page=True)
-            _answer(args, load, config, name, requests, results)
+            _answer(args, load, config, (name, *adapters), requests, results)
 
 
 def _answer(
     args: argparse.Namespace,
     load: LoadConfig,
     config: ServeConfig,
-    name: str,
+    models: Sequence[str],
     requests: Sequence[BatchRequest],
     results: Results,
 ) -> None:
-    """Load the model, answer the requests that have no result, and print what was done."""
+    """Load the model, answer the requests that have no result, and print what was done.
+
+    `models` are the names of the model and of its adapters, of which a request names one.
+    """
     from greenroom.server.batch.run import WAITING, LocalAnswerer, Tally
     from greenroom.server.chat.local import wait_until_loaded
     from greenroom.server.engine.start import start
@@ -116,8 +125,10 @@ def _answer(
     tally = Tally()
     with model_progress(args.model) as progress:
         quiet(progress)
-        engine = start(args.model, load, config, verbose=args.verbose)
-        service = Service(engine, config, name, log=tally)
+        name, *adapters = models
+        several = len(adapters) > 0
+        engine = start(args.model, load, config, verbose=args.verbose, variants=several)
+        service = Service(engine, config, name, log=tally, adapters=adapters)
         try:
             wait_until_loaded(
                 engine, lambda share: progress.say(f"{args.model}: loading", share, 1)

@@ -23,6 +23,7 @@ from greenroom.trace.container import Tensor
 from greenroom.trace.segments import (
     MAGIC,
     Header,
+    NoHeader,
     Segment,
     pack_record,
     read_header,
@@ -70,11 +71,13 @@ class Journal:
                 f"{self.path}: another recording is writing to this file: wait until it ends, or"
                 " record to another file"
             ) from error
-        if not os.fstat(self._file.fileno()).st_size:
-            info = {"version": self.header.version, **asdict(self.header)}
-            self._write(MAGIC + pack_record(info, b""))
+        info = {"version": self.header.version, **asdict(self.header)}
+        beginning = MAGIC + pack_record(info, b"")
+        try:
+            existing, end = read_header(self.path)
+        except NoHeader:
+            self._begin_anew(beginning)
             return
-        existing, end = read_header(self.path)
         if existing != self.header:
             raise TraceError(
                 f"{self.path}: this journal is of another recording: convert it to a trace with"
@@ -87,6 +90,19 @@ class Journal:
                 self.requests, self.tokens, end = segment.request + 1, tokens, stop
         self._file.truncate(end)
         self._file.seek(end)
+
+    def _begin_anew(self, beginning: bytes) -> None:
+        """Write the header, also over one that a power cut has left incomplete."""
+        content = self._file.read(len(beginning) + 1)
+        if not beginning.startswith(content.rstrip(b"\0")):
+            raise TraceError(
+                f"{self.path}: this file is no recording's journal: rename it, or record to another"
+                " file"
+            )
+        self._file.seek(0)
+        self._file.truncate()
+        self._write(beginning)
+        os.fsync(self._file.fileno())
 
     def append(self, segment: Segment) -> None:
         """Append a segment to the journal; it survives a kill of this process."""

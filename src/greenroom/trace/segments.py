@@ -109,6 +109,10 @@ class Segment:
         return sum(tokens for tokens, _ in self.passes)
 
 
+class NoHeader(TraceError):
+    """A journal ended before its header was written."""
+
+
 def pack_record(info: dict[str, Any], data: bytes) -> bytes:
     """Encode a record of a recording's journal: lengths, JSON, arrays, checksum.
 
@@ -130,7 +134,7 @@ def read_header(path: Path) -> tuple[Header, int]:
         with open(path, "rb") as file:
             record = _next(file) if file.read(4) == MAGIC else None
             if record is None:
-                raise TraceError(
+                raise NoHeader(
                     f"{path}: this recording ended before its header was written, so there is no"
                     " trace: delete the file"
                 )

@@ -136,7 +136,8 @@ def test_models_that_read_no_pictures_say_why(
 ) -> None:
     with streamed(cached_tiny("qwen3_moe"), capacity=4) as text:
         reader = PictureReader(text, 100, 64)
-        assert (reader.obstacle, reader.description) == ("this server takes text only", "")
+        assert reader.obstacle == "this server takes text only: the model's type is qwen3_moe"
+        assert reader.description == ""
     off = PictureReader(model, 100, 0)
     assert off.description == "no pictures: --picture-tokens 0 switches pictures off"
     monkeypatch.setattr(model.config, "name_or_path", str(tmp_path))

@@ -77,6 +77,7 @@ def test_metrics_count_answers(serve: Serve) -> None:
     prompt = sum(len(ticket.request.ids) for ticket in running.engine.tickets)
     assert metrics["greenroom_answers_total", (("reason", "stop"),)] == 1
     assert metrics["greenroom_answers_total", (("reason", "length"),)] == 1
+    assert metrics["greenroom_answers_total", (("reason", "error"),)] == 0
     assert metrics["greenroom_tokens_total", (("kind", "prompt"),)] == prompt
     assert metrics["greenroom_tokens_total", (("kind", "reused"),)] == 4
     assert metrics["greenroom_tokens_total", (("kind", "new"),)] == sum(sent_tokens)

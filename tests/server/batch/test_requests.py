@@ -57,6 +57,14 @@ def test_the_first_wrong_line_is_named(tmp_path: Path, line: Any, why: str) -> N
     assert "\n" not in str(caught.value)
 
 
+def test_a_request_may_name_an_adapter(tmp_path: Path) -> None:
+    lines = [line_of(name, body=BODY | {"model": name}) for name in (MODEL, "math", "law")]
+    path = write(tmp_path / "requests.jsonl", lines)
+    assert len(read_requests(path, MODEL, ("math", "law"))) == 3
+    with pytest.raises(UsageError, match="line 3: the model is 'law', but 'tiny' or 'math'"):
+        read_requests(path, MODEL, ("math",))
+
+
 def test_empty_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no requests"):
         read_requests(write(tmp_path / "none.jsonl", []), MODEL)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from greenroom.cli import main
 from greenroom.config import LoadConfig, ServeConfig, ZipfConfig
 from greenroom.policies import policy
 from greenroom.server.engine.start import start
+from greenroom.server.page.timeline_frames import timeline_frames
 from greenroom.server.page.trace_frames import trace_frames
 from greenroom.server.page.viewer import Viewer
 from greenroom.trace.synth import zipf
@@ -23,8 +27,10 @@ from tests.server.conftest import DEMO, NAME, Running, launch
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
 CHROMIUM = shutil.which("chromium")
 KEY = "sk-greenroom-test"
+SCREENSHOTS = Path(__file__).parents[3] / "build" / "screenshots"
 NARROW = {"width": 360, "height": 740}
 PATIENCE_MS = 30_000
+HITS = "/Layer: [\\d,]+ hits, [\\d,]+ misses \\([\\d.]+ %\\)/"
 PROMPT: Any = {"model": NAME, "prompt": "Once upon a time", "temperature": 0}
 
 
@@ -43,11 +49,12 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
-    """The demo model with a quarter of its experts in memory."""
-    instance = start(str(DEMO), LoadConfig(cache="25%", context=1024), ServeConfig(max_batch=2))
+    """The demo model with a quarter of its experts in memory, and a budget."""
+    instance = start(str(DEMO), LoadConfig(memory="2GiB", context=1024), ServeConfig(max_batch=2))
     while instance.state()[0] == "loading":
         time.sleep(0.05)
     assert instance.state()[0] == "ready", instance.state()
+    instance.resize("25%")
     instance.end_ids = ()  # answers have the requested length
     yield instance
     instance.stop(0.0)
@@ -122,6 +129,11 @@ def until(page: Any, expression: str) -> None:
         page.wait_for_timeout(30)
 
 
+def save(page: Any, name: str) -> None:
+    """Save a picture of the page, for people to look at."""
+    page.screenshot(path=SCREENSHOTS / f"{name}.png")
+
+
 def text(page: Any, selector: str) -> str:
     return str(page.inner_text(selector))
 
@@ -146,6 +158,8 @@ def test_the_page_loads(server: Running, visit: Visit) -> None:
     assert text(page, "#model") == NAME
     assert "8 layers × 32 experts" in text(page, "#facts")
     assert "64 of 256 in memory" in text(page, "#experts-note")
+    assert re.fullmatch(r"[\d.]+ [KMG]iB of 2.00 GiB in use", text(page, "#memory-note"))
+    assert "expert slots" in text(page, "#memory-parts").lower()
     assert page.title() == f"{NAME} · Greenroom"
     for card in ("speed", "ttft", "ratio", "waits", "experts", "requests", "chat", "memory",
                  "links", "prefetch"):  # fmt: skip
@@ -171,6 +185,8 @@ def test_numbers_move_during_a_generation(server: Running, visit: Visit) -> None
         until(page, "document.querySelector('#speed path.line').getAttribute('d')")
         assert page.evaluate("document.querySelector('#map').toDataURL()") != before
         assert "1 of at most 2 running" in text(page, "#queue")
+        page.hover("#map", position={"x": 34, "y": 5})
+        until(page, f"{HITS}.test(document.querySelector('#pointed').textContent)")
     until(page, "document.querySelectorAll('#request-table tbody tr').length === 0")
     assert re.search(r"\d+ m?s", text(page, "#ttft .value"))
 
@@ -266,6 +282,7 @@ def test_a_narrow_screen_needs_no_scrolling_sideways(server: Running, visit: Vis
             assert box["x"] >= 0
             assert box["x"] + box["width"] <= NARROW["width"]
         assert page.locator("#map").bounding_box()["width"] > 200
+        save(page, "narrow")
 
 
 TEXTS = (
@@ -296,6 +313,10 @@ def test_text_can_be_read_in_light_and_dark(server: Running, visit: Visit, schem
         assert contrast >= 4.5, selector
         if selector != "#chat-send":  # white on green, or black on green
             assert (behind > 0.5) == (scheme == "light"), selector
+    with generating(server):
+        page.wait_for_selector("#request-table tbody tr")
+        page.wait_for_timeout(3000)  # for the charts
+        save(page, scheme)
 
 
 def test_the_page_reconnects_after_a_restart(engine: Any, visit: Visit) -> None:
@@ -368,5 +389,24 @@ def test_a_recording_plays(visit: Visit) -> None:
             page.focus("#play")
             page.keyboard.press("Enter")
             until(page, f"{at} > 3")
+        finally:
+            viewer.shutdown()
+
+
+def test_the_timeline_of_a_run_plays(visit: Visit, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    limits = ("--cache", "25%", "--max-new-tokens", "20", "--timeline", str(path))
+    assert main(["run", "demo", "Once upon a time", *limits]) == 0
+    with Viewer(timeline_frames(path, "a run"), 0) as viewer:
+        threading.Thread(target=viewer.serve_forever, daemon=True).start()
+        try:
+            page = visit(viewer.url)
+            page.wait_for_selector("#state[data-state=recording]")
+            assert text(page, "#model") == "a run"
+            before = page.evaluate("document.querySelector('#map').toDataURL()")
+            page.focus("#position")
+            page.keyboard.press("End")
+            until(page, f"document.querySelector('#map').toDataURL() !== {json.dumps(before)}")
+            assert "8 layers × 32 experts" in text(page, "#facts")
         finally:
             viewer.shutdown()

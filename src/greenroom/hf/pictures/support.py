@@ -20,7 +20,7 @@ def picture_obstacle(model: Any, most_tokens: int) -> str:
     """
     kind, folder = model.config.model_type, model.config.name_or_path
     if kind not in MODELS:
-        return TEXT_ONLY
+        return f"{TEXT_ONLY}: the model's type is {kind}"
     if most_tokens == 0:
         return OFF
     if getattr(model.model, "visual", None) is None:

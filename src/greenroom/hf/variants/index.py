@@ -42,7 +42,8 @@ def adapters_of(config: LoadConfig, as_variants: bool = False) -> Adapters:
     named = parse_adapters(config.adapter)
     if len(named) > 1 and not as_variants:
         raise UsageError(
-            "--adapter: this command takes one adapter; `greenroom serve` takes several"
+            "--adapter: this command takes one adapter; `greenroom serve` and `greenroom batch`"
+            " take several"
         )
     return Adapters(tuple(each.path for each in named), as_variants)
 

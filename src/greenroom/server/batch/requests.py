@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,10 +57,11 @@ def digest_of(content: Any) -> str:
     return ID + hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def read_requests(path: Path, model: str) -> list[BatchRequest]:
+def read_requests(path: Path, model: str, adapters: Sequence[str] = ()) -> list[BatchRequest]:
     """Read and check a batch file: one JSON object a line, in OpenAI's format.
 
-    `model` is the name that each request must have. UsageError names the first wrong line.
+    Each request must have the name `model`, or one of `adapters`. UsageError names the first wrong
+    line.
     """
     requests, lines, offset = list[BatchRequest](), dict[str, int](), 0
     try:
@@ -67,7 +69,7 @@ def read_requests(path: Path, model: str) -> list[BatchRequest]:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
-                        request = _request(line, offset, model)
+                        request = _request(line, offset, (model, *adapters))
                     except ValueError as error:
                         raise UsageError(f"{path}, line {number}: {error}") from error
                     first = lines.setdefault(request.custom_id, number)
@@ -85,7 +87,7 @@ def read_requests(path: Path, model: str) -> list[BatchRequest]:
     return requests
 
 
-def _request(line: bytes, offset: int, model: str) -> BatchRequest:
+def _request(line: bytes, offset: int, models: Sequence[str]) -> BatchRequest:
     """Make a request of a line; ValueError says what is wrong with the line."""
     try:
         content = json.loads(line)
@@ -107,11 +109,10 @@ def _request(line: bytes, offset: int, model: str) -> BatchRequest:
         raise ValueError("body must be an object")
     if body.get("stream"):
         raise ValueError("a batch has no streams: leave out stream")
-    if (requested := body.get("model")) != model:
-        raise ValueError(
-            f"the model is {show_value(requested)}, but {model!r} answers: give"
-            f" --model-name {printable(requested)}"
-            if isinstance(requested, str)
-            else "model must be a text"
-        )
+    if not isinstance(named := body.get("model"), str):
+        raise ValueError("model must be a text")
+    if named not in models:
+        advice = "" if len(models) > 1 else f": give --model-name {printable(named)}"
+        answering = " or ".join(map(repr, models))
+        raise ValueError(f"the model is {show_value(named)}, but {answering} answers{advice}")
     return BatchRequest(name, content["url"], digest, offset)

@@ -17,8 +17,10 @@ from typing import Any
 
 from greenroom.errors import GreenroomError, UsageError
 from greenroom.server.batch.requests import BatchRequest
+from greenroom.trace.container import atomic_file
 
 SYNC_S = 1.0  # seconds of answers that a power cut may take
+BEGIN = b'{"id": '  # of every line
 
 
 class Results:
@@ -56,22 +58,49 @@ class Results:
             raise UsageError(f"another process writes {self.path}") from error
 
     def _read(self, requests: dict[str, BatchRequest]) -> int:
-        """Read the complete lines into `done`; return their bytes."""
-        size = 0
+        """Read the complete lines into `done`; return their bytes.
+
+        After a power cut, lines that were written last may be zeros or joined. Where other lines
+        are answers, these are left out, and the file is written anew.
+        """
+        good, unreadable = [], []
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
+                    if not good and line.strip(b"\0") and not BEGIN.startswith(line[: len(BEGIN)]):
+                        raise self._foreign(number)
                     break
                 name, digest = _ids(line)
                 request = requests.get(name)
-                if request is None or request.digest != digest or name in self.done:
-                    raise UsageError(
-                        f"{self.path}, line {number}: not an answer to a request of this file:"
-                        " give another --out"
-                    )
-                self.done.add(name)
-                size += len(line)
+                if not name and line.strip(b"\0\n"):
+                    unreadable.append(number)
+                elif name and (request is None or request.digest != digest or name in self.done):
+                    raise self._foreign(number)
+                if name:
+                    self.done.add(name)
+                good += [(file.tell() - len(line), len(line))] if name else []
+        if unreadable and not good:
+            raise self._foreign(unreadable[0])
+        size = sum(length for _, length in good)
+        if size != (good[-1][0] + good[-1][1] if good else 0):
+            self._keep(good)
         return size
+
+    def _foreign(self, number: int) -> UsageError:
+        return UsageError(
+            f"{self.path}, line {number}: not an answer to a request of this file:"
+            " give another --out"
+        )
+
+    def _keep(self, lines: Sequence[tuple[int, int]]) -> None:
+        """Write the file anew with some of its lines, each a (begin, length)."""
+        with self.path.open("rb") as old, atomic_file(self.path) as new:
+            for begin, length in lines:
+                old.seek(begin)
+                new.write(old.read(length))
+        os.close(self._file)
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        self._lock()
 
     def add(self, request: BatchRequest, status: int, answer: Any, request_id: str) -> None:
         """Write the line of an answer; GreenroomError, and no part of it, if that fails."""

@@ -122,12 +122,15 @@ class PromptTokens:
     tokens: tuple[Token, ...]
 
 
+REASONS = ("stop", "length", "cancelled", "timeout", "stopping", "error")
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """Last event of an answer: why the answer ended, its token counts and times in seconds.
 
-    `reason` is stop (the last token is an end token, or completes the grammar), length, cancelled,
-    timeout, stopping (the server stops before the answer ends), or error.
+    `reason` is one of REASONS: stop (the last token is an end token, or completes the grammar),
+    length, cancelled, timeout, stopping (the server stops before the answer ends), or error.
     """
 
     reason: str

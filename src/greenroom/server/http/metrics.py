@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.registry import Collector
 
 from greenroom.server.engine.loop import ContinuousEngine
-from greenroom.server.engine.requests import Finished
+from greenroom.server.engine.requests import REASONS, Finished
 from greenroom.server.http.request_log import tpot_s
 
 TTFT_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
@@ -85,8 +85,12 @@ class EngineCollector(Collector):
 def engine_metrics(stats: dict[str, Any]) -> Iterator[Any]:
     """Yield the Prometheus metrics for which a serving engine's statistics have values.
 
-    `stats` is the result of `ContinuousEngine.stats`.
+    `stats` is the result of `ContinuousEngine.stats`. Every finish reason has a value: Prometheus
+    counts no increase of a counter that begins with 1, as that of the first error would.
     """
+    ended = stats.get("requests")
+    if isinstance(ended, dict):
+        stats = {**stats, "requests": {**dict.fromkeys(REASONS, 0), **ended}}
     for kind, name, path, label, text in METRICS:
         family = kind(f"greenroom_{name}", text, labels=[label] if label else [])
         for labels, value in _values(stats, path, label):

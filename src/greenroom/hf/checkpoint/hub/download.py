@@ -89,7 +89,7 @@ def pull(model: str) -> Download:
         if not selection.weights:
             raise NotAModel(f"{model}: this repository has neither safetensors nor GGUF files")
         files = [repository.files[path] for path in (*selection.texts, *selection.weights)]
-        lacking = [file for file in files if not (repository.snapshot / file.path).exists()]
+        lacking = [file for file in files if not _is_here(repository, file)]
         need = sum(file.nbytes - downloaded_bytes(repository, file) for file in lacking)
         check_space(model, need)
         repository.snapshot.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,21 @@ def _download_small(
             repository.name.repository, revision=repository.commit,
             allow_patterns=[escape(file.path) for file in files],
         )  # fmt: skip
+        for file in files:  # before the commit is written down
+            with open(repository.snapshot / file.path, "rb") as stream:
+                os.fsync(stream.fileno())
         progress.add(sum(file.nbytes for file in files))
+
+
+def _is_here(repository: Repository, file: HubFile) -> bool:
+    """Return whether a file is in the local cache; remove it if a power cut has damaged it."""
+    path = repository.snapshot / file.path
+    if file.is_whole(path):
+        return True
+    if path.exists():
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)
+    return False
 
 
 def _write_ref(repository: Repository) -> None:

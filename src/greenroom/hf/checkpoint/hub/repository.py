@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from collections.abc import Mapping
@@ -23,11 +24,22 @@ COMMIT, SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository; `sha256` is None for small files, which are not in LFS."""
+    """A file of a repository; `sha256` is None for small files, which are not in LFS.
+
+    Small files have `sha1`, that of Git's object.
+    """
 
     path: str
     nbytes: int
     sha256: str | None
+    sha1: str | None = None
+
+    def is_whole(self, path: Path) -> bool:
+        """Return whether a local file exists and, if it is small, has the content of this one."""
+        if not path.exists() or self.sha1 is None:
+            return path.exists()
+        data = path.read_bytes()
+        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == self.sha1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +108,8 @@ def ask_hub(name: HubName) -> Repository:
         size = lfs.size if lfs else file.size
         if lfs and not SHA256.fullmatch(str(lfs.sha256)):
             raise NotAModel(f"{name}: {constants.ENDPOINT} gives no valid SHA-256 of {path}")
-        files[path] = HubFile(path, int(size or 0), str(lfs.sha256) if lfs else None)
+        sha256, sha1 = (str(lfs.sha256), None) if lfs else (None, file.blob_id)
+        files[path] = HubFile(path, int(size or 0), sha256, sha1)
     return Repository(name, commit, files)
 
 

@@ -1,5 +1,5 @@
 // The map of layers and experts on a canvas, with each layer's misses and stalls beside it.
-import { $, percent, seconds, setText } from "./format.js";
+import { $, count, percent, seconds, setText } from "./format.js";
 
 const STATES = ["on disk", "being read", "read ahead", "in memory"];
 const [ABSENT, IN_FLIGHT, AHEAD] = [0, 1, 2];
@@ -249,7 +249,7 @@ export class ExpertMap {
       : `used ${level === 15 ? "over " : "about "}${(2 ** ((level - 7.5) / 2)).toPrecision(2)} times the layer's mean`;
     const { hits, misses, stalls } = this.layer ?? {};
     const requests = hits ? hits[layer] + misses[layer] : 0;
-    const row = requests ? ` Layer: ${percent(misses[layer] / requests)} misses` + (stalls ? `, ${seconds(stalls[layer] / 1000)} of stalls in the last minute.` : ".") : "";
+    const row = requests ? ` Layer: ${count(hits[layer])} hits, ${count(misses[layer])} misses (${percent(misses[layer] / requests)})` + (stalls ? `, ${seconds(stalls[layer] / 1000)} of stalls in the last minute.` : ".") : "";
     return `Layer ${layer}, expert ${expert}: ${STATES[this.states[id]]}${used}, ${times}.${row}`;
   }
 }
