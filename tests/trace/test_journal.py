@@ -281,3 +281,31 @@ def test_a_journal_knows_the_tokens_of_the_requests_that_are_whole(tmp_path):
     journal = Journal(tmp_path / "j", HEADER)
     assert (journal.requests, journal.tokens) == (2, 10)
     journal.close()
+
+
+def test_a_header_that_a_power_cut_has_torn_is_written_again(tmp_path):
+    path = tmp_path / "j"
+    (begin, *_) = write(path)
+    whole = path.read_bytes()
+    for torn in (whole[: begin // 2], bytes(begin), whole[:9] + bytes(begin - 9)):
+        path.write_bytes(torn)
+        write(path)
+        assert path.read_bytes() == whole
+
+
+def test_zeros_behind_a_segment_end_the_trace(tmp_path):
+    path = tmp_path / "j"
+    ends = write(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: ends[2]] + bytes(ends[3] - ends[2]))
+    assert load(path).requests == 1
+    write(path, SEGMENTS[2:])
+    assert path.read_bytes() == whole
+
+
+def test_a_file_of_something_else_is_no_journal(tmp_path):
+    path = tmp_path / "j"
+    path.write_bytes(b"notes of mine")
+    with pytest.raises(TraceError, match="no recording's journal"):
+        Journal(path, HEADER)
+    assert path.read_bytes() == b"notes of mine"

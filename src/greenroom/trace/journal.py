@@ -99,10 +99,14 @@ class Journal:
                 f"{self.path}: this file is no recording's journal: rename it, or record to another"
                 " file"
             )
-        self._file.seek(0)
-        self._file.truncate()
+        if os.fstat(self._file.fileno()).st_size:
+            self._file.seek(0)
+            self._file.truncate()
         self._write(beginning)
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def append(self, segment: Segment) -> None:
         """Append a segment to the journal; it survives a kill of this process."""

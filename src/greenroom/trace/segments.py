@@ -258,7 +258,8 @@ def _next(file: BinaryIO) -> _Record | None:
     """
     sizes = file.read(8)
     text_size, data_size = int.from_bytes(sizes[:4], "little"), int.from_bytes(sizes[4:], "little")
-    if text_size + data_size + 4 > os.fstat(file.fileno()).st_size - file.tell():
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    if not text_size or text_size + data_size + 4 > left:  # zeros: a power cut took a write
         return None
     text, data, check = file.read(text_size), file.read(data_size), file.read(4)
     if len(check) < 4 or zlib.crc32(data, zlib.crc32(text)) != int.from_bytes(check, "little"):

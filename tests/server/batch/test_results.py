@@ -129,3 +129,38 @@ def test_answers_are_synced_once_a_second(
     assert counts == [0, 1, 1]
     assert len(synced) == 2
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["id"]
+
+
+def test_lines_that_a_power_cut_has_damaged_are_answered_again(
+    tmp_path: Path, requests: list[BatchRequest]
+) -> None:
+    """A write may be missing, so that zeros stand in its place, or only its first half is there."""
+    path = tmp_path / "out.jsonl"
+    first, second, third = filled(path, requests).splitlines(keepends=True)
+    for damaged, left in (
+        (bytes(len(first)) + second + third, second + third),
+        (first + second[: len(second) // 2] + third, first),
+        (first + bytes(len(second)) + third, first + third),
+        (bytes(len(first) + len(second)), b""),
+        (first[:9] + second, b""),
+    ):
+        path.write_bytes(damaged)
+        with Results(path, requests) as results:
+            assert len(results.done) == left.count(b"\n")
+            for each in requests:
+                if each.custom_id not in results.done:
+                    results.add(each, 200, {"text": "again"}, "req_2")
+        lines = path.read_bytes()
+        assert lines.startswith(left)
+        assert {each["custom_id"] for each in lines_of(path)} == set("abc")
+
+
+def test_a_file_of_something_else_is_not_touched(
+    tmp_path: Path, requests: list[BatchRequest]
+) -> None:
+    path = tmp_path / "model.bin"
+    for content in (b"weights", b"\0\0weights", b"text\n", b"\0\1" * 99):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match="line 1: not an answer"):
+            Results(path, requests)
+        assert path.read_bytes() == content

@@ -233,6 +233,8 @@ class _Job:
             with closing(Journal(work, self._plan(), self.header.command(folder))) as journal:
                 dense.copy_small(self.checkpoint, work)
                 packed = self._fill(work, journal, self.header.source)
+                with write_errors(work):
+                    _sync_folder(work)  # the header's name is certain before the journal goes
                 journal.remove()
         with write_errors(folder):
             os.rename(work, folder)

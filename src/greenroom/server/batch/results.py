@@ -63,26 +63,23 @@ class Results:
         After a power cut, lines that were written last may be zeros or joined. Where other lines
         are answers, these are left out, and the file is written anew.
         """
-        good, unreadable = [], []
+        good: list[tuple[int, int]] = []
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    if not good and line.strip(b"\0") and not BEGIN.startswith(line[: len(BEGIN)]):
+                text = line.lstrip(b"\0")
+                begins = text[: len(BEGIN)] == BEGIN[: len(text)]
+                name, digest = _ids(text) if text.endswith(b"\n") else ("", "")
+                if not name:  # incomplete, zeros, or joined
+                    if text and not begins:
                         raise self._foreign(number)
-                    break
-                name, digest = _ids(line)
+                    continue
                 request = requests.get(name)
-                if not name and line.strip(b"\0\n"):
-                    unreadable.append(number)
-                elif name and (request is None or request.digest != digest or name in self.done):
+                if request is None or request.digest != digest or name in self.done:
                     raise self._foreign(number)
-                if name:
-                    self.done.add(name)
-                good += [(file.tell() - len(line), len(line))] if name else []
-        if unreadable and not good:
-            raise self._foreign(unreadable[0])
+                self.done.add(name)
+                good.append((file.tell() - len(text), len(text)))
         size = sum(length for _, length in good)
-        if size != (good[-1][0] + good[-1][1] if good else 0):
+        if good and size != sum(good[-1]):
             self._keep(good)
         return size
 

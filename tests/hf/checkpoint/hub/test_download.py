@@ -339,3 +339,18 @@ def test_a_hub_that_does_not_answer_is_asked_once(
     assert "could not be reached; did you mean owner/name?" in failure("owner/nam")
     assert len(asked) == 1
     assert not server.asked
+
+
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_small_files_that_a_power_cut_has_emptied_are_downloaded_again(
+    server: HubServer, cache: Path, is_linked: bool
+) -> None:
+    folder = cached_tiny("qwen3_moe", tokenizer=True)
+    server.add("tiny/moe", {path.name: path.read_bytes() for path in folder.iterdir()})
+    snapshot = pull("tiny/moe").path
+    config = snapshot / "config.json"
+    config.resolve().write_bytes(b"")
+    if not is_linked:
+        config.unlink()
+    assert pull("tiny/moe").path == snapshot
+    assert config.read_bytes() == (folder / "config.json").read_bytes()

@@ -128,8 +128,10 @@ def _is_here(repository: Repository, file: HubFile) -> bool:
     path = repository.snapshot / file.path
     if file.is_whole(path):
         return True
-    if path.exists():
-        path.resolve().unlink()
+    if file.sha1 is not None:
+        blob = repository.folder / "blobs" / file.sha1  # the hub's library believes its name
+        if not file.is_whole(blob):
+            blob.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
     return False
 
