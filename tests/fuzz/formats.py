@@ -426,14 +426,17 @@ def learned_join(pieces: Pieces) -> bytes:
     from greenroom.plan.history.files import checksum
     from greenroom.trace.container import DTYPES
 
-    header, arrays = json.loads(pieces[0][0]), {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            raw = np.frombuffer(pieces[1][0][begin:end], DTYPES[entry["dtype"]])
-            arrays[name] = raw.reshape(entry["shape"])
-    header["__metadata__"]["crc32"] = checksum(arrays)
-    return safetensors_join(([json.dumps(header).encode(), *pieces[0][1:]], pieces[1]))
+    unfit = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+    with suppress(*unfit):
+        header, arrays = json.loads(pieces[0][0]), {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                raw = np.frombuffer(pieces[1][0][begin:end], DTYPES[entry["dtype"]])
+                arrays[name] = raw.reshape(entry["shape"])
+        header["__metadata__"]["crc32"] = checksum(arrays)
+        pieces = [json.dumps(header).encode(), *pieces[0][1:]], pieces[1]
+    return safetensors_join(pieces)
 
 
 def read_learned(data: bytes, folder: Path) -> None:
