@@ -182,6 +182,20 @@ def test_hits_and_misses_of_each_layer_add_up(served: Any) -> None:
     assert all(each["hits"] + each["misses"] == each["requests"] for each in layers)
 
 
+def test_a_delay_that_ends_while_the_engine_looks_at_it_is_over(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine looks whether the delay is over, and then how long to sleep."""
+    s, looks = served(), iter([1e-9, 1e-9])  # after the admission, and before the sleep
+
+    def delay_s(running: Any) -> float:
+        return next(looks, -1.0) if any(not each.begun for each in running) else 0.0
+
+    monkeypatch.setattr(s.engine.admission, "delay_s", delay_s)
+    recorder = s.ask(draw(5), 2)
+    assert recorder._end.wait(10), "the engine sleeps"
+
+
 def test_a_prompt_waits_for_others_as_long_as_batch_delay(served: Any) -> None:
     s = served(batch_delay=1000.0, journal=Journal(), max_batch=3)
     first = s.ask(draw(6), 2)

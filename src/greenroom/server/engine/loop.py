@@ -304,7 +304,8 @@ class ContinuousEngine:
         times = [each.deadline for each in (*self._waiting, *self._running)]
         if self._stop_by is not None:
             times.append(self._stop_by)
-        if (delay_s := self.admission.delay_s(self._running)) > 0:
+        delay_s = self.admission.delay_s(self._running)
+        if delay_s > 0 or self.admission.ready_sequences(self._running):  # it has just ended
             times.append(now + delay_s)
         least = min(times, default=float("inf"))
         return None if least == float("inf") else max(0.0, least - now)
@@ -359,10 +360,9 @@ class ContinuousEngine:
             return
         sequence.finished = True
         with self._changed:
-            if sequence in self._waiting:
-                self._waiting.remove(sequence)
-            if sequence in self._running:
-                self._running.remove(sequence)
+            for queue in (self._waiting, self._running):
+                if sequence in queue:
+                    queue.remove(sequence)
         result = sequence.result(reason, error)
         with self._contain_errors_of(sequence):
             if sequence.admitted is not None:
