@@ -179,5 +179,5 @@ def test_one_model_has_one_adapter(folder: Path) -> None:
     from greenroom.config import LoadConfig
     from greenroom.hf.load.load import load_with
 
-    with pytest.raises(UsageError, match="takes one adapter; `greenroom serve` and `greenroom batch` take several"):
+    with pytest.raises(UsageError, match="takes one adapter; `greenroom serve` and"):
         load_with(str(folder), LoadConfig(adapter=("one", "two")))
