@@ -21,6 +21,12 @@ import pytest
 ROOT = Path(__file__).parents[3]
 START_S, STOP_S = 120.0, 60.0
 NODES = 3
+LOST = "the replica that computed this answer was lost"
+# The last part of a stream, by the path of its API.
+ENDS = {
+    "/v1/chat/completions": "data: [DONE]", "/v1/messages": '"type":"message_stop"',
+    "/v1/responses": '"usage":{"input_tokens"', "/api/chat": '"done":true',
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +79,16 @@ class Deployment:
         wait(lambda: len(self.names()) == replicas, f"{replicas} replicas")
 
 
+def body(path: str, number: int, stream: bool = True, tokens: int = 150) -> dict[str, Any]:
+    """A question in the format of an API."""
+    question = [{"role": "user", "content": f"{number} soldiers came to the town, and"}]
+    fields: dict[str, Any] = {
+        "/v1/responses": {"input": question, "max_output_tokens": tokens},
+        "/api/chat": {"messages": question, "options": {"num_predict": tokens}},
+    }.get(path, {"messages": question, "max_tokens": tokens})
+    return {"model": "demo", "stream": stream, **fields}
+
+
 def wait(condition: Callable[[], bool], what: str) -> None:
     until = time.monotonic() + START_S
     while not condition():
@@ -80,11 +96,11 @@ def wait(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.2)
 
 
-def processes() -> list[psutil.Process]:
-    """The processes of replicas, the oldest first."""
+def processes(kind: str = "Replica") -> list[psutil.Process]:
+    """The processes of replicas (or of the gate: `Gate`), the oldest first."""
     found = []
     for each in psutil.process_iter(["cmdline", "create_time"]):
-        if (each.info["cmdline"] or [""])[0].startswith("ray::ServeReplica:greenroom:Replica"):
+        if (each.info["cmdline"] or [""])[0].startswith(f"ray::ServeReplica:greenroom:{kind}"):
             found.append(each)
     return sorted(found, key=lambda each: each.info["create_time"])
 

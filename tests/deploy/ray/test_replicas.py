@@ -14,19 +14,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
-from tests.deploy.ray.conftest import NODES, Deployment, deployed, processes, wait
+from tests.deploy.ray.conftest import LOST, NODES, Deployment, deployed, processes, wait
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 TOKENS = 200
-LOST = "the replica that computed this answer was lost"
+BUDGET = 1 << 30
 
 
 @pytest.fixture(scope="module")
 def three(cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("three")
-    with deployed(cluster, folder, "--replicas", str(NODES), "--memory", "1GiB") as running:
+    with deployed(cluster, folder, "--replicas", str(NODES), "--memory", f"{BUDGET}") as running:
         yield running
 
 
@@ -149,7 +150,8 @@ def test_a_client_that_leaves_frees_its_place(three: Deployment) -> None:
         assert sum(three.metric("running_requests").values()) == 1
     began = time.monotonic()
     wait(lambda: sum(three.metric("running_requests").values()) == 0, "the place")
-    assert any("cancelled" in each for each in three.metric("answers_total"))
+    ended = three.metric("answers_total").items()
+    assert sum(count for labels, count in ended if "cancelled" in labels) == 1
     assert time.monotonic() - began < 5
 
 
@@ -173,3 +175,24 @@ def test_a_batch_loses_nothing_when_a_replica_is_killed(three: Deployment, tmp_p
     assert sorted(each["custom_id"] for each in lines) == sorted(names)
     assert {each["response"]["status_code"] for each in lines} == {200}
     three.wait_for(NODES)
+
+
+def test_replicas_have_nodes_and_budgets_of_their_own(three: Deployment) -> None:
+    three.wait_for(NODES)
+    found = processes()
+    assert len({each.ppid() for each in found}) == len(found) == NODES  # a node is a process
+    assert all(each.memory_info().rss <= BUDGET for each in found)
+
+
+def test_a_gate_that_dies_is_started_again(three: Deployment) -> None:
+    def answers() -> bool:
+        try:
+            return three.post("/v1/completions", prompt(1)).status_code == 200
+        except httpx2.TransportError:
+            return False
+
+    three.wait_for(NODES)
+    replicas, (gate,) = three.names(), processes("Gate")
+    gate.kill()
+    wait(lambda: not gate.is_running() and answers(), "another gate")
+    assert three.names() == replicas

@@ -6,28 +6,12 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.deploy.ray.conftest import Deployment, deployed, processes, wait
+from tests.deploy.ray.conftest import ENDS, LOST, Deployment, body, deployed, processes, wait
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
-LOST = "the replica that computed this answer was lost"
-TOKENS = 150
-ENDS = {
-    "/v1/chat/completions": "data: [DONE]", "/v1/messages": '"type":"message_stop"',
-    "/v1/responses": '"usage":{"input_tokens"', "/api/chat": '"done":true',
-}  # fmt: skip
-
-
-def body(path: str, number: int) -> dict[str, Any]:
-    question = [{"role": "user", "content": f"{number} soldiers came to the town, and"}]
-    fields: dict[str, Any] = {
-        "/v1/responses": {"input": question, "max_output_tokens": TOKENS},
-        "/api/chat": {"messages": question, "options": {"num_predict": TOKENS}},
-    }.get(path, {"messages": question, "max_tokens": TOKENS})
-    return {"model": "demo", "stream": True, **fields}
 
 
 def ask(running: Deployment, path: str, number: int, begun: list[str]) -> str:
