@@ -1,6 +1,7 @@
-"""Defects, one for each parser, that its fuzzer must find: `python -m tests.mutants [NAMES]`.
+"""Defects that a suite of tests must find, as patches against the sources.
 
-NAME.patch     the defect, against the sources of Greenroom
-__main__.py    runs the fuzzer of each format on a patched copy of the package
-patches.py     applies a patch to a copy
+fuzz/       one for each parser: `python -m tests.mutants [NAMES]`
+faults/     in store, driver and server: `python -m tests.faults.mutants`
+schedules/  of threads: `python -m tests.schedules.mutants`
+patches.py  applies a patch to a copy of the package
 """

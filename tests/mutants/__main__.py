@@ -33,10 +33,10 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     for library in LIBRARIES:
         __import__(library)
-    names = [name for name in sys.argv[1:] if name != "--blind"] or [*patches()]
+    names = [name for name in sys.argv[1:] if name != "--blind"] or [*patches("fuzz")]
     wrong = []
     for name in names:
-        with_defect, without = (attempt(name, patch) for patch in (patches()[name], None))
+        with_defect, without = (attempt(name, patch) for patch in (patches("fuzz")[name], None))
         good = with_defect["failed"] and not without["failed"]
         wrong += [] if good else [name]
         print(f"{name}: {'found' if with_defect['failed'] else 'MISSED'} after"

@@ -13,9 +13,17 @@ FOLDER = Path(__file__).parent
 PACKAGE = "src/greenroom"
 
 
-def patches() -> dict[str, Path]:
-    """Return the patch of each format, by the format's name."""
-    return {path.stem: path for path in sorted(FOLDER.glob("*.patch"))}
+def patches(suite: str) -> dict[str, Path]:
+    """Return the patches of a suite by name: of `fuzz`, `faults` or `schedules`."""
+    return {path.stem: path for path in sorted((FOLDER / suite).glob("*.patch"))}
+
+
+def check_applies(patch: Path, folder: Path) -> None:
+    """Raise CalledProcessError unless a patch applies to the sources; `folder` is empty."""
+    for name in changed(patch):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    subprocess.run(["git", "apply", "--check", str(patch)], cwd=folder, check=True)
 
 
 def changed(patch: Path) -> list[str]:

@@ -8,25 +8,30 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.mutants import SHOWN_BY
 from tests.fuzz.fuzzer import FORMATS
 from tests.fuzz.readers import READERS
-from tests.mutants.patches import PACKAGE, ROOT, changed, patches
+from tests.mutants.patches import PACKAGE, ROOT, changed, check_applies, patches
 
 
 def test_every_parser_has_a_defect() -> None:
-    assert set(patches()) == set(FORMATS) == set(READERS)
+    assert set(patches("fuzz")) == set(FORMATS) == set(READERS)
 
 
-@pytest.mark.parametrize("name", patches())
+@pytest.mark.parametrize("name", patches("fuzz"))
 def test_a_patch_applies_to_the_parser(name: str, tmp_path: Path) -> None:
     """To a file that the coverage of this parser counts."""
-    patch = patches()[name]
+    patch = patches("fuzz")[name]
     (file,) = changed(patch)
-    (tmp_path / file).parent.mkdir(parents=True)
-    (tmp_path / file).write_bytes((ROOT / file).read_bytes())
-    subprocess.run(["git", "apply", "--check", str(patch)], cwd=tmp_path, check=True)
+    check_applies(patch, tmp_path)
     module = file.removeprefix(f"{PACKAGE}/").removesuffix(".py").replace("/", ".")
     assert module in READERS[name]
+
+
+@pytest.mark.parametrize("name", patches("faults"))
+def test_a_fault_applies(name: str, tmp_path: Path) -> None:
+    assert set(SHOWN_BY) == set(patches("faults"))
+    check_applies(patches("faults")[name], tmp_path)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Check that the scheduler finds each seeded defect of tests/mutants/schedules-*.patch.
+"""Check that the scheduler finds each seeded defect of tests/mutants/schedules.
 
     python -m tests.schedules.mutants             # all
     python -m tests.schedules.mutants fair-lock   # some of them
@@ -10,17 +10,15 @@ Each defect is applied to a copy of the package, and `MOST` schedules are run in
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = "src/greenroom"
+from tests.mutants.patches import ROOT, make_copy, patches
+
 MOST = 300
-PREFIX = "schedules-"
 # The scenario in which each defect shows.
 SCENARIO_OF = {
     "drain-order": "predictions",
@@ -34,23 +32,6 @@ SCENARIO_OF = {
     "resize-notify": "steps",
     "signal-wait": "steps",
 }
-
-
-def patches() -> dict[str, Path]:
-    """Return the patch of each defect, by its name."""
-    folder = ROOT / "tests/mutants"
-    return {p.stem.removeprefix(PREFIX): p for p in sorted(folder.glob(f"{PREFIX}*.patch"))}
-
-
-def make_copy(folder: Path, patch: Path) -> Path:
-    """Copy the package to a folder, apply a patch, and return the path of sources."""
-    shutil.copytree(
-        ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__", "lib")
-    )
-    kernels = f"{PACKAGE}/runtime/kernels/native/lib"
-    (folder / kernels).symlink_to(ROOT / kernels)
-    subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True)
-    return folder / "src"
 
 
 def first_failure(name: str, source: Path) -> tuple[int, str] | None:
@@ -83,10 +64,10 @@ def search(scenario: str) -> None:
 
 def main(names: list[str]) -> int:
     missed = 0
-    for name in names or patches():
+    for name in names or patches("schedules"):
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-            found = first_failure(name, make_copy(Path(folder), patches()[name]))
+            found = first_failure(name, make_copy(Path(folder), patches("schedules")[name]))
         missed += found is None
         text = "missed" if found is None else f"found by schedule {found[0] + 1}: {found[1]}"
         print(f"{name} ({SCENARIO_OF[name]}): {text}, {time.monotonic() - begin:.0f} s", flush=True)

@@ -9,22 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.schedules.mutants import MOST, ROOT, SCENARIO_OF, patches, search
+from tests.mutants.patches import ROOT, check_applies, patches
+from tests.schedules.mutants import MOST, SCENARIO_OF, search
 from tests.schedules.scenarios import SCENARIOS
 
 
 def test_every_defect_has_a_scenario() -> None:
-    assert set(patches()) == set(SCENARIO_OF)
+    assert set(patches("schedules")) == set(SCENARIO_OF)
     assert set(SCENARIO_OF.values()) <= set(SCENARIOS)
 
 
-@pytest.mark.parametrize("name", patches())
+@pytest.mark.parametrize("name", patches("schedules"))
 def test_a_patch_applies(name: str, tmp_path: Path) -> None:
-    for file in re.findall(r"^\+\+\+ b/(.+)$", patches()[name].read_text(), re.MULTILINE):
-        (tmp_path / file).parent.mkdir(parents=True)
-        (tmp_path / file).write_bytes((ROOT / file).read_bytes())
-    command = ["git", "apply", "--check", str(patches()[name])]
-    subprocess.run(command, cwd=tmp_path, check=True)
+    check_applies(patches("schedules")[name], tmp_path)
 
 
 @pytest.mark.process
