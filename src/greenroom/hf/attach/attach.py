@@ -87,13 +87,9 @@ class Greenroom:
         self.engines = engines_for(setup)
         self.engine = self.engines[0] if self.engines else None
         store, self.direct = open_store(setup, store)
-        try:
-            self.driver, self._host_tier = make_driver(
-                setup, store, self.engines, self.predictor, self._top_k, self._ahead, co_compute
-            )
-        except BaseException:
-            store.close()
-            raise
+        self.driver, self._host_tier = make_driver(
+            setup, store, self.engines, self.predictor, self._top_k, self._ahead, co_compute
+        )
         if self._split_counts is not None:
             self._split_counts.forecast = self.driver.scheduler.view.forecast
         self._warm_start = WarmStart(key, self.driver, history, name, self.predictor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from greenroom.core.build import build_scheduler
 from greenroom.core.predictor import Predictor
@@ -40,7 +41,24 @@ def make_driver(
     co_compute: whether the host's CPU computes some of the missing experts too
 
     Returns the driver, and the cache of experts in host memory if a GPU computes and it has room.
+    The driver closes the store, which is closed too where it cannot be made.
     """
+    with ExitStack() as opened:
+        opened.callback(store.close)
+        made = _make_driver(setup, store, engines, predictor, top_k, ahead, co_compute)
+        opened.pop_all()
+        return made
+
+
+def _make_driver(
+    setup: ModelSetup,
+    store: Store,
+    engines: Sequence[Engine],
+    predictor: Predictor | None,
+    top_k: int,
+    ahead: int,
+    co_compute: bool,
+) -> tuple[Driver, HostTier | None]:
     chunks = chunks_in(store, setup)
     pieces = pieces_of(setup, [len(each) for each in chunks])
     slots = make_slots(setup, pieces, engines)

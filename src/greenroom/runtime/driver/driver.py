@@ -53,10 +53,10 @@ class Driver:
     """Fetches and computes one model's experts as the scheduler decides, step by step.
 
     A step is one MoE layer of a forward pass. `foresight` predicts experts unless all have slots,
-    with `predict_in_worker` in a thread of its own; `guard` stops prefetching while it does not
-    pay; with two links, chunks pass through `host_memory`. The driver closes `store`, `slots` and
-    `host_memory`. After an exception in the scheduler the contents of slots are unknown: the driver
-    is broken, callers get ClosedError."""
+    with `predict_in_worker` in its own thread; `guard` stops prefetching while it does not pay;
+    with two links, chunks pass through `host_memory`. The driver closes all that it was given.
+    After an exception in the scheduler the contents of slots are unknown: the driver is broken,
+    callers get ClosedError."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class Driver:
         slot_table: SlotTable | None = None,
     ) -> None:
         self.scheduler, self.slots = scheduler, slots
-        self.pieces = pieces = scheduler.view.pieces
+        self.pieces, lanes = (pieces := scheduler.view.pieces), scheduler.view.lanes
         self.changes, self.deferred = SlotChanges(slots, pieces, slot_table), DeferredStep()
-        self.meter = Meter.for_lanes(scheduler.view.lanes, pieces.layers)
+        self.meter = Meter.for_lanes(lanes, pieces.layers)
         self.request_counts = np.zeros(pieces.experts, np.int64)  # requests of each expert
         self.miss_counts = np.zeros(pieces.layers, np.int64)  # misses of each layer
         self._tables = ResidentTables(scheduler, self.request_counts)
@@ -95,9 +95,7 @@ class Driver:
                 if each is not None:
                     opened.callback(each.close)
             if any(option.uses_host for option in scheduler.options):
-                self._host = HostWorker(self.meter)
-                opened.callback(self._host.close)
-            lanes = scheduler.view.lanes
+                self._host = opened.enter_context(contextlib.closing(HostWorker(self.meter)))
             self._copier = Copier(store, slots, lanes, self._on_delivery, host_memory)
             opened.callback(self._copier.close)
             self.predictions = Predictions(
@@ -270,9 +268,8 @@ class Driver:
         with self._step_lock:
             self._begin_exclusive(interruptible=True)
             done = self._tables.steps(layers[0], find)
-            if done:
-                for layer in layers[:done]:
-                    self._note_layer(layer)
+            for layer in layers[: done or 0]:
+                self._note_layer(layer)
             return done
 
     def send(self, event: Event) -> None:
@@ -400,6 +397,5 @@ class Driver:
     def close(self) -> None:
         """End the expert driver's threads and free its slots, after the current step."""
         with self._step_lock:
-            if not self._actions.closed:
-                self._actions.closed = True
-                self._opened.close()
+            self._actions.closed = True
+            self._opened.close()
