@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import shutil
@@ -11,16 +12,20 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from greenroom.hf.kv.sizes import kv_bytes
 from greenroom.hf.model.skeleton import ModelSkeleton
+from greenroom.runtime.driver.disk_turns import DiskTurns
 from greenroom.runtime.store.disk import CHUNK_BYTES
 from greenroom.server.engine.journal import DISK, Journal, PrefixReuse
+from greenroom.server.engine.prefixes import PrefixEntry, as_ids
 from greenroom.server.engine.prompts import folder as prompt_folder
 from greenroom.server.engine.prompts import store as prompt_store
+from greenroom.server.engine.prompts.folder import PromptFolder
 from greenroom.server.engine.prompts.setup import ENTRY_BYTES, MOST_TOKENS
 from tests.models import cached_tiny
 from tests.server.conftest import wait_for
@@ -423,3 +428,22 @@ def test_the_size_limit_holds(engine: Engine, tmp_path: Path) -> None:
 def test_an_engine_without_the_option_has_no_statistics(plain: Served) -> None:
     assert "prompt_cache" not in plain.engine.stats()
     assert plain.engine.admission.prompts is None
+
+
+def test_a_save_may_end_while_the_memory_of_saves_is_counted(
+    open_folder: Callable[..., PromptFolder], no_threads_left: None
+) -> None:
+    """The thread releases it after its second look at the entry."""
+    view: Any = SimpleNamespace(demands=0)
+    store = prompt_store.PromptStore(open_folder(), DiskTurns(view), 1 << 16, lambda: None)
+    store.is_busy = lambda: True
+    entry = PrefixEntry(as_ids(range(100)), None, nbytes=8)
+    looks = itertools.chain([entry, entry], itertools.repeat(None))
+
+    class EndingSave(prompt_store.PromptSave):
+        entry = property(lambda self: next(looks), lambda self, value: None)  # type: ignore
+
+    store._saves.append(EndingSave(None, entry.ids, []))
+    store.limit_pending(0, ())
+    assert not store._saves
+    store.close(0.0)

@@ -183,9 +183,9 @@ class PromptStore:
         Those in `cached`, the prefix cache in memory, are not counted.
         """
         pending = [
-            (each, each.entry.nbytes)
-            for each in self._pending()
-            if each.entry is not None and each.entry not in cached
+            (each, entry.nbytes)
+            for each in self._pending()  # the thread may release one meanwhile
+            if (entry := each.entry) is not None and entry not in cached
         ]
         excess = sum(size for _, size in pending) - max(0, nbytes)
         for each, size in pending:
