@@ -71,8 +71,8 @@ class Driver:
         host_memory: HostMemory | None = None,
         slot_table: SlotTable | None = None,
     ) -> None:
-        self.scheduler, self.slots = scheduler, slots
-        self.pieces, lanes = (pieces := scheduler.view.pieces), scheduler.view.lanes
+        self.scheduler, self.slots, lanes = scheduler, slots, scheduler.view.lanes
+        self.pieces = pieces = scheduler.view.pieces
         self.changes, self.deferred = SlotChanges(slots, pieces, slot_table), DeferredStep()
         self.meter = Meter.for_lanes(lanes, pieces.layers)
         self.request_counts = np.zeros(pieces.experts, np.int64)  # requests of each expert

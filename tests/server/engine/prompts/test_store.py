@@ -29,7 +29,7 @@ from greenroom.server.engine.prompts.folder import PromptFolder
 from greenroom.server.engine.prompts.setup import ENTRY_BYTES, MOST_TOKENS
 from tests.models import cached_tiny
 from tests.server.conftest import wait_for
-from tests.server.rig import PATIENCE, Served, draw, greedy
+from tests.server.rig import PATIENCE, NotReady, Served, draw, greedy
 
 PROMPT = draw(400, 1)
 CONTEXT = 600
@@ -177,7 +177,7 @@ def test_other_kinds_of_attention(engine: Engine, name: str, kind: str) -> None:
 
 
 def test_models_without_keys_and_values_of_tokens_are_refused() -> None:
-    with pytest.raises(AssertionError, match="--prompt-cache cannot be used: the KV cache of"):
+    with pytest.raises(NotReady, match="--prompt-cache cannot be used: the KV cache of"):
         Served(cached_tiny("qwen3_next", tokenizer=True), prompt_cache="unused", context=64)
     assert not Path("unused").exists()
 
