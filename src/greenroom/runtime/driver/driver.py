@@ -294,8 +294,10 @@ class Driver:
             with self._lock:  # prefetches in flight land first
                 while self.scheduler.view.resizing:
                     self._actions.wait()
-        least, most = self.capacity_range
-        self.capacity_range = min(least, capacity), max(most, capacity)
+        self.capacity_range = (
+            min(*self.capacity_range, capacity),
+            max(*self.capacity_range, capacity),
+        )
         self.predictions.resized()
 
     def _note_layer(self, layer: int) -> None:
