@@ -163,7 +163,7 @@ def test_targets_of_make_exist(path: Path) -> None:
 def test_make_help_names_its_targets() -> None:
     text = (ROOT / "Makefile").read_text()
     helped = set(re.findall(r'@echo "make ([\w-]+)', text))
-    ci = "processes interpreted check-gpu-offline bench-smoke portable browser ray fuzz schedules"
+    ci = "processes interpreted check-gpu-offline bench-smoke portable browser ray fuzz schedules faults"
     not_parallel = "demo check ci native check-gpu gpu-report format soak bench papers papers-train"
     release = "docs dist try-install sbom licenses release versions real-run"
     assert helped == {

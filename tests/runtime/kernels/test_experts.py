@@ -51,8 +51,8 @@ def test_native_is_as_near_to_eager_as_grouped_mm(family, dtype):
         ours = max(ours, distance(compute(CpuKernel(), layer, places, *case), want))
     unit = torch.finfo(dtype).eps
     # Some classes sum in float32, as grouped_mm does: it has eager's bits there, and no distance
-    # to compare with. A tenth of a rounding unit is what a few other last bits come to.
-    assert ours <= max(2 * theirs, unit / 10)
+    # to compare with. An eighth of a rounding unit is what a few other last bits come to.
+    assert ours <= max(2 * theirs, unit / 8)
 
 
 @pytest.mark.parametrize("family", CLASSES)

@@ -45,9 +45,9 @@ def make_driver(
     """
     with ExitStack() as opened:
         opened.callback(store.close)
-        made = _make_driver(setup, store, engines, predictor, top_k, ahead, co_compute)
+        result = _make_driver(setup, store, engines, predictor, top_k, ahead, co_compute)
         opened.pop_all()
-        return made
+        return result
 
 
 def _make_driver(

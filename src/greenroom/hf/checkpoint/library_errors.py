@@ -19,7 +19,7 @@ from greenroom.refusals import refusal_of
 LAYERS = re.compile(r"(layers|n_layer|depth|block_count)$")  # keys of configs that count layers
 MOST_LAYERS = 1024  # layers that a config may have; more if the checkpoint has more tensors
 PARTS = 8  # parameters and modules for each tensor of the checkpoint; models have about two
-FREE = 1024  # parameters and modules on top of these; a thousand take 0.3 s
+FREE = 2048  # parameters and modules on top of these; a thousand take 0.3 s
 PANIC = "PanicException"  # raised by Rust libraries; it is no subclass of Exception
 
 
@@ -77,7 +77,7 @@ def check_layers(config: Mapping[str, Any], tensors: int, where: str) -> None:
 def bounded_construction(tensors: int, where: str) -> Iterator[None]:
     """Context manager that stops the construction of a far too large model.
 
-    Raises CheckpointError once the modules and parameters constructed in this thread exceed 1024
+    Raises CheckpointError once the modules and parameters constructed in this thread exceed 2048
     plus 8 for each of the checkpoint's `tensors`. `where` is the message's prefix.
     """
     left, thread = FREE + PARTS * tensors, threading.get_ident()

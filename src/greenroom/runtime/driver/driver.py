@@ -54,9 +54,8 @@ class Driver:
 
     A step is one MoE layer of a forward pass. `foresight` predicts experts unless all have slots,
     with `predict_in_worker` in its own thread; `guard` stops prefetching while it does not pay;
-    with two links, chunks pass through `host_memory`. The driver closes all that it was given.
-    After an exception in the scheduler the contents of slots are unknown: the driver is broken,
-    callers get ClosedError."""
+    with two links, chunks pass through `host_memory`. All that the driver gets is closed with it.
+    After an exception in the scheduler slots are unknown: the driver is broken (ClosedError)."""
 
     def __init__(
         self,
@@ -294,10 +293,8 @@ class Driver:
             with self._lock:  # prefetches in flight land first
                 while self.scheduler.view.resizing:
                     self._actions.wait()
-        self.capacity_range = (
-            min(*self.capacity_range, capacity),
-            max(*self.capacity_range, capacity),
-        )
+        least, most = self.capacity_range
+        self.capacity_range = min(least, capacity), max(most, capacity)
         self.predictions.resized()
 
     def _note_layer(self, layer: int) -> None:

@@ -70,7 +70,7 @@ class Results:
                 begins = text[: len(BEGIN)] == BEGIN[: len(text)]
                 name, digest = _ids(text) if text.endswith(b"\n") else ("", "")
                 if not name:  # incomplete, zeros, or joined
-                    if text and not begins:
+                    if text and not begins and (text.endswith(b"\n") or not good):
                         raise self._foreign(number)
                     continue
                 request = requests.get(name)

@@ -35,7 +35,7 @@ class HubFile:
     sha1: str | None = None
 
     def is_whole(self, path: Path) -> bool:
-        """Return whether a local file exists and, if it is small, has the content of this one."""
+        """Return whether a local file exists and, if it is small, has the right content."""
         if not path.exists() or self.sha1 is None:
             return path.exists()
         data = path.read_bytes()
