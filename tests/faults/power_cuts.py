@@ -19,6 +19,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from tests import conftest  # noqa: F401  the settings of all tests
+from tests.counts import add
 from tests.faults.disk import Disk, read_log, states
 from tests.faults.scenarios import prepared, reset
 from tests.faults.shim import logged, start
@@ -53,6 +54,7 @@ def run(name: str, most: int, seed: int) -> tuple[int, int]:
                 wrong += 1
                 disk.write(root / "work")
                 print(f"{name}: {problem}\nthe files were {sizes(root / 'work')}", flush=True)
+    add(f"power cuts/{name} disks", tried)
     print(f"{name}: {len(changes)} changes, {len(found)} disks, {tried} tried, {wrong} wrong")
     return tried, wrong
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from greenroom.errors import GreenroomError
 from tests import conftest  # the settings of all tests
+from tests.counts import add_all
 from tests.faults.scenarios import SCENARIOS, Scenario, prepared, reset
 from tests.faults.shim import KINDS, Fault, Kind, armed, numbers, start
 from tests.faults.steps import KIND as STEP
@@ -192,6 +193,7 @@ def main(argv: list[str]) -> int:
         broken += run(name, [known[each] for each in args.kinds], args.most, only, counts)
         right = sum(n for key, n in counts.items() if key[0] == name and key[3])
         refused = sum(n for key, n in counts.items() if key[0] == name and not key[3])
+        add_all({f"faults/{name} right": right, f"faults/{name} refused": refused})
         took = time.monotonic() - begin
         print(f"{name}: {right} faults without effect, {refused} refused in one line, {took:.0f} s",
               flush=True)  # fmt: skip
