@@ -191,7 +191,7 @@ schedules: $(READY) native
 
 # Every operation on files, memory and threads fails in turn, and the power is cut: at most FAULTS
 # places of each kind in each scenario. `make soak` tries all.
-FAULTS ?= 2
+FAULTS ?= 3
 SCENARIOS ?= run run-pack pack trace-record batch pull serve serve-prompts
 faults: $(READY) native
 	PYTHONPATH=src $(BIN)/python -m tests.faults.run $(SCENARIOS) --most $(FAULTS)

@@ -309,7 +309,9 @@ def test_a_terminal_with_history_and_an_answer_that_is_stopped(tmp_path: Path) -
 @pytest.mark.timeout(180)
 def test_answers_are_shown_on_a_screen_with_live_numbers(tmp_path: Path) -> None:
     env = {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm-256color", "GREENROOM_LEARNED": "off"}
-    limits = ("--cache", "25%", "--temperature", "0", "--max-new-tokens", "40")
+    # Slow enough for several pictures.
+    limits = ("--cache", "25%", "--temperature", "0", "--max-new-tokens", "40",
+              "--read-limit", "4MB", "--prefetch", "off")  # fmt: skip
     terminal = PtyProcess("chat", "demo", "--live", *limits, env=env)
     try:
         for question in ("Hello", "And then?"):

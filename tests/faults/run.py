@@ -155,12 +155,16 @@ def run(name: str, kinds: list[Kind], most: int, only: int | None, counts: Count
         with armed(KINDS["EIO"], 0, root) as total, failing_step(0) as steps:
             value = scenario.run(root)
         assert scenario.result(root, value) == expected
+        reset(root)
+        with armed(KINDS["wrong"], 0, root / "work") as checked:
+            scenario.run(root)
         scenario.run(root)
         listed = names(root)
         for kind in kinds:
             if kind.name in scenario.spared:
                 continue
-            count = sum(steps.counts.values()) if kind is STEP else total.count(kind)
+            of = checked if kind.effect == "wrong" else total
+            count = sum(steps.counts.values()) if kind is STEP else of.count(kind)
             chosen = [only] if only else numbers(count, most)
             for number in chosen:
                 try:

@@ -38,6 +38,7 @@ from tests.server.rig import Served, draw
 DATA = Path(__file__).parents[1] / "data"
 PROMPT = "The green room is where"
 FEW = ("--cache", "25%", "--max-new-tokens", 6, "--temperature", 0)
+atexit.register(gc.unfreeze)  # some libraries count their instances as Python ends
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64}
 
 
@@ -190,7 +191,8 @@ def batch(root: Path) -> None:
 def batch_texts(root: Path, _: Any) -> dict[str, str]:
     out = root / "work" / "out.jsonl"
     found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len({each["custom_id"] for each in found}) == len(found) == 4
+    found.sort(key=lambda each: each["custom_id"])
+    assert [each["custom_id"] for each in found] == ["r0", "r1", "r2", "r3"]
     return {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in found}
 
 
@@ -283,7 +285,6 @@ SCENARIOS = {
 def prepared(name: str, root: Path) -> Iterator[Scenario]:
     """The scenario with its inputs below `root`, and a copy of root/work to begin with."""
     scenario = SCENARIOS[name]
-    atexit.register(gc.unfreeze)  # some libraries count their instances as Python ends
     scenario.begin(root)
     shutil.copytree(root / "work", root / "work-begin")
     yield scenario
