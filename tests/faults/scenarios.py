@@ -202,7 +202,9 @@ def add_hub(root: Path) -> None:
     shutil.copytree(root / "model", root / "hub" / "tiny" / "moe")
     hub = [sys.executable, "-m", "tests.hub_server", root / "hub", "0"]
     unarmed = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    process = subprocess.Popen(hub, env=unarmed, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        hub, env=unarmed, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     atexit.register(process.kill)
     assert process.stdout is not None
     (root / "port").write_text(process.stdout.readline().strip().rpartition(":")[2])
