@@ -61,11 +61,10 @@ def open_files(root: Path) -> Counter[str]:
 
 def brief(error: BaseException) -> str:
     """An error with its last places in our code, and where it was raised."""
-    full = os.environ.get("GREENROOM_FAULTS_FULL")
     frames = traceback.extract_tb(error.__traceback__)
     ours = [each for each in frames if "/greenroom/" in each.filename][-4:]
     places = ", ".join(f"{Path(each.filename).name}:{each.lineno}" for each in [*ours, frames[-1]])
-    return f"{type(error).__name__}: {str(error)[: 9000 if full else 300]} ({places})"
+    return f"{type(error).__name__}: {str(error)[:2000]} ({places})"
 
 
 def attempt(scenario: Scenario, root: Path) -> tuple[Any, BaseException | None]:

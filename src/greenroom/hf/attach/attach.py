@@ -15,7 +15,7 @@ from greenroom.errors import ClosedError, UnsupportedCall
 from greenroom.hf.attach import module_guard
 from greenroom.hf.attach.bindings import Bindings
 from greenroom.hf.attach.devices import change_devices, device_names
-from greenroom.hf.attach.drivers import make_driver
+from greenroom.hf.attach.drivers import close_on_error, make_driver
 from greenroom.hf.attach.materialize import check as check_materialize
 from greenroom.hf.attach.materialize import materialize
 from greenroom.hf.attach.pass_hooks import Observer, PassHooks
@@ -87,9 +87,10 @@ class Greenroom:
         self.engines = engines_for(setup)
         self.engine = self.engines[0] if self.engines else None
         store, self.direct = open_store(setup, store)
-        self.driver, self._host_tier = make_driver(
-            setup, store, self.engines, self.predictor, self._top_k, self._ahead, co_compute
-        )
+        with close_on_error(store):
+            self.driver, self._host_tier = make_driver(
+                setup, store, self.engines, self.predictor, self._top_k, self._ahead, co_compute
+            )
         if self._split_counts is not None:
             self._split_counts.forecast = self.driver.scheduler.view.forecast
         self._warm_start = WarmStart(key, self.driver, history, name, self.predictor)

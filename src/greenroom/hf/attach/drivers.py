@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from greenroom.core.build import build_scheduler
 from greenroom.core.predictor import Predictor
@@ -25,6 +25,16 @@ from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.kernels.table import GPU_KERNEL
 
 
+@contextmanager
+def close_on_error(store: Store) -> Iterator[None]:
+    """Close a store if what is inside fails; else its driver closes it."""
+    try:
+        yield
+    except BaseException:
+        store.close()
+        raise
+
+
 def make_driver(
     setup: ModelSetup,
     store: Store,
@@ -41,24 +51,7 @@ def make_driver(
     co_compute: whether the host's CPU computes some of the missing experts too
 
     Returns the driver, and the cache of experts in host memory if a GPU computes and it has room.
-    The driver closes the store, which is closed too where it cannot be made.
     """
-    with ExitStack() as opened:
-        opened.callback(store.close)
-        result = _make_driver(setup, store, engines, predictor, top_k, ahead, co_compute)
-        opened.pop_all()
-        return result
-
-
-def _make_driver(
-    setup: ModelSetup,
-    store: Store,
-    engines: Sequence[Engine],
-    predictor: Predictor | None,
-    top_k: int,
-    ahead: int,
-    co_compute: bool,
-) -> tuple[Driver, HostTier | None]:
     chunks = chunks_in(store, setup)
     pieces = pieces_of(setup, [len(each) for each in chunks])
     slots = make_slots(setup, pieces, engines)
