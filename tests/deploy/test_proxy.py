@@ -19,8 +19,8 @@ from tests.server.conftest import NAME, Running, answer_ids, fake_engine, launch
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nginx" / "greenroom.conf"
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-ALICE, BOB, OPERATOR, SERVER = (letter * 64 for letter in "abcd")
-CLIENTS = f"{ALICE} alice;\n{BOB} bob;\n{OPERATOR} operator;\n"
+ALICE, BOB, CAROL, OPERATOR, SERVER = (letter * 64 for letter in "abcde")
+CLIENTS = f"{ALICE} alice;\n{BOB} bob;\n{CAROL} carol;\n{OPERATOR} operator;\n"
 ASKED = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
 TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 
@@ -160,7 +160,7 @@ def test_parts_of_a_stream_pass_at_once(proxy: Proxy, path: str, kind: str) -> N
 
 def test_requests_of_one_client_are_limited_and_not_those_of_others(proxy: Proxy) -> None:
     paths = ["/v1/models"] * 30
-    found = [proxy.client.get(path, headers={"x-api-key": ALICE}).status_code for path in paths]
+    found = [proxy.client.get(path, headers={"x-api-key": CAROL}).status_code for path in paths]
     assert set(found) == {200, 429}
     assert found.count(200) >= 15
     assert proxy.client.get("/v1/models", headers={"x-api-key": OPERATOR}).status_code == 200
