@@ -16,9 +16,10 @@ from torch import nn
 from greenroom.core.layout import SlotLayout
 from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.dense.attention import KeyValueView, OneTokenAttention
+from greenroom.runtime.kernels.dense.blocks.router import CompiledRouter, RouterSettings
+from greenroom.runtime.kernels.dense.blocks.router_call import RouterCall
 from greenroom.runtime.kernels.dense.kv_rows import FORMATS as KEY_VALUE_FORMATS
 from greenroom.runtime.kernels.dense.norms import ROUND_THEN_SCALE
-from greenroom.runtime.kernels.dense.router import CompiledRouter, RouterCall
 from greenroom.runtime.kernels.dense.stored import (
     EXPANDED,
     FEW,
@@ -234,7 +235,7 @@ def key_value_cases(sizes: Sizes) -> Iterator[Case]:
 def router_cases(sizes: Sizes) -> Iterator[Case]:
     """The router's product, its choice, and the search for the experts' slots."""
     module = nn.Linear(sizes.hidden, sizes.experts, bias=False).to(DTYPE)
-    router = CompiledRouter(module, sizes.top_k, True, DTYPE)
+    router = CompiledRouter(module, sizes.top_k, RouterSettings(summed=True), DTYPE)
     x = torch.randn(1, sizes.hidden).to(DTYPE)
     call = RouterCall(router, x.data_ptr())
     router(x)  # the choice needs logits

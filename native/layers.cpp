@@ -28,11 +28,11 @@ void multiply_bfloat16(LinearCall& p) {
             const int64_t rows = least(PAIR_INPUTS, p.rows - m0);
             for (int64_t m = 0; m < rows; m++) {
                 x[m] = (const BFloat16*)p.x + (m0 + m) * K;
-                out[m] = sums[m];
+                out[m] = p.sums ? p.sums + (m0 + m) * N + n0 : sums[m];
             }
             multiply_bfloat16(matrix, K, n0, n, rows, x, out, scratch, next);
-            for (int64_t m = 0; m < rows; m++)
-                store_sums(sums[m], part<BFloat16>(p.bias, n0),
+            for (int64_t m = 0; p.out && m < rows; m++)
+                store_sums(out[m], part<BFloat16>(p.bias, n0),
                            (BFloat16*)p.out + (m0 + m) * N + n0, n);
         }
     }
@@ -53,7 +53,7 @@ void multiply_plain(LinearCall& p) {
         }
         for (int64_t m = 0; m < p.rows; m++) {
             alignas(64) float unit[UNIT];
-            float* sums = p.wide ? p.sums + m * N + n0 : unit;
+            float* sums = p.sums ? p.sums + m * N + n0 : unit;
             if (!p.wide) multiply_plain_rows(w, n, K, (const T*)p.x + m * K, sums);
             if (p.out) store_sums(sums, bias, out + m * N, n);
         }

@@ -20,7 +20,7 @@ SHARED(LinearCall,
     const void* bias;  // or null
     int64_t rows;
     const float* wide;  // float32 inputs of a plain matrix, in place of x; or null
-    float* sums;  // with `wide`: the sums in float32 [rows, outputs]
+    float* sums;  // of a plain matrix: sums in float32 [rows, outputs]; or null, without `wide`
     int64_t ticket;
     uint8_t* scratch;  // for an encoded matrix: `stride` bytes for each thread
     int64_t stride;

@@ -2,7 +2,7 @@
 // and less time than Python takes to build a list.
 #include "router.hpp"
 
-#include "formulas.hpp"
+#include "activations.hpp"
 #include "norms.hpp"
 #include "region.hpp"
 
@@ -53,7 +53,7 @@ int64_t top_scores(const float* scores, int64_t n, int64_t most, Scored* best) {
 // too often to return to Python for it. torch's order is that of libstdc++'s std::nth_element (a
 // partition around the median of three, repeated) and insertion sort of the elements before the
 // nth. The algorithm is written out because other standard libraries have other ones, and torch's
-// build, not this one, decides. Trials show whether it is torch's (dense/router.py).
+// build, not this one, decides. Trials show whether it is torch's (dense/blocks/router.py).
 
 INLINE void swap(Scored& a, Scored& b) {
     Scored first = a;
@@ -109,24 +109,46 @@ bool select_largest(Scored* scores, int64_t n, int64_t top_k) {
     return true;
 }
 
-// Choose the experts with the largest softmax scores. `chosen` stays 0 if torch must choose: the
-// last chosen score equals the next one and torch's order is unknown, a logit is NaN, the largest
-// is infinite, or the experts are too many.
+// Compute the sigmoids of logits, and their sums with a bias by which experts are chosen; false if
+// one of the sums is NaN.
+template <class T>
+bool biased_sigmoid(
+    const T* logits, const float* bias, int64_t n, float* scores, float* biased) {
+    Floats total{};
+    over_row(n, [&](int64_t at, int64_t left) INLINE_LAMBDA {
+        Floats score = sigmoid(get(logits, at, left)), sum = score + get(bias, at, left);
+        put(scores, at, left, score);
+        put(biased, at, left, sum);
+        total = total + (sum - sum);
+    });
+    float lanes = lane_sum(total);
+    return lanes == lanes;
+}
+
+// Choose the experts with the largest scores. `chosen` stays 0 if torch must choose: the last
+// chosen score equals the next one and torch's order is unknown, a logit is NaN, the largest of a
+// softmax is infinite, or the experts are too many.
 template <class T>
 void choose_experts(Choice& p) {
     if (claim(p.cursor) != 0 || p.experts > MOST_EXPERTS) return;
-    float scores[MOST_EXPERTS];
+    float scores[MOST_EXPERTS], biased[MOST_EXPERTS];
     Scored best[MOST_EXPERTS + 1];
-    if (!softmax((const T*)p.logits, p.experts, scores)) return;
-    int64_t count = top_scores(scores, p.experts, p.top_k + 1, best);
+    const T* logits = (const T*)p.logits;
+    if (p.bias ? !biased_sigmoid(logits, p.bias, p.experts, scores, biased)
+               : !softmax(logits, p.experts, scores))
+        return;
+    const float* keys = p.bias ? biased : scores;
+    int64_t count = top_scores(keys, p.experts, p.top_k + 1, best);
     if (count > p.top_k && best[p.top_k - 1].score == best[p.top_k].score) {
-        for (int64_t e = 0; e < p.experts; e++) best[e] = {scores[e], (int32_t)e};
+        for (int64_t e = 0; e < p.experts; e++) best[e] = {keys[e], (int32_t)e};
         if (!p.knows_ties || !select_largest(best, p.experts, p.top_k)) return;
     }
     float total = 0;
-    for (int64_t i = 0; i < p.top_k; i++) total += best[i].score;
+    for (int64_t i = 0; i < p.top_k; i++) total += scores[best[i].expert];
+    total += p.least_sum;
     for (int64_t i = 0; i < p.top_k; i++) {
-        float weight = p.summed ? best[i].score / total : best[i].score;
+        float score = scores[best[i].expert];
+        float weight = (p.summed ? score / total : score) * p.scale;
         if (p.wide) ((float*)p.weights)[i] = weight;
         else ((T*)p.weights)[i] = from_float<T>(weight);
         p.ids[i] = best[i].expert;

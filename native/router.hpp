@@ -5,20 +5,27 @@
 
 namespace greenroom {
 
-// The choice of a token's experts from a router's logits, which are numbers of the model's type.
+// The choice of a token's experts from a router's logits. These are numbers of the model's type, or
+// float32 where a router computes in float32.
 //
 // cursor:       0; the first thread to enter raises it
 // chosen:       the result: how many experts were chosen, top_k or 0
 // summed:       are gate weights divided by their sum?
 // wide:         are gate weights float32, rather than of the model's type?
 // knows_ties:   does torch choose between equal scores as the code here does?
-// ids, weights: the results [top_k], in descending order of weights
+// ids, weights: the results [top_k], in descending order of what was chosen by
+// bias:         null: scores are the softmax of the logits. Else they are their sigmoids, and
+//               experts are chosen by score + bias [experts]
+// least_sum:    added to the sum that gate weights are divided by
+// scale:        factor of the gate weights
 SHARED(Choice,
     int64_t cursor, chosen;
     const void* logits;
     int64_t experts, top_k, summed, wide, knows_ties;
     int64_t* ids;
     void* weights;
+    const float* bias;
+    float least_sum, scale;
 )
 
 // The slots of all experts of all layers, for one layer at one step.

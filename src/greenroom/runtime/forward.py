@@ -42,7 +42,7 @@ class Binding:
     approximates: bool  # whether misses may be approximated, by their gate weights
     counts_tokens: bool  # whether an option needs the number of tokens that chose an expert
     router_inputs: Callable[[bool], Inputs | None] | None  # the last inputs of the layer's router
-    overlapped_work: Callable[[], None]  # work to do while the step waits for experts
+    overlapped_work: Callable[[], object]  # work to do while the step waits for experts
     mark_computed: Callable[[Sequence[int]], None] | None  # see `SlotPool.mark_computed`
     on_routing: Callable[[int, Ids], None] | None  # called with the layer and the chosen experts
     # A router's choices and gate weights on the host; redirected where the model has variants.
@@ -127,23 +127,59 @@ def experts_with_residual(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     residual: Tensor,
+    shared: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Return an MoE layer's expert output plus a residual, on a CPU and without gradients.
 
     Shapes are those of `experts_forward`; the residual and the result are [tokens, hidden], or
-    [1, tokens, hidden].
+    [1, tokens, hidden]. `shared` computes the output of a shared expert [tokens, hidden] at its
+    first call, and returns it; it is added to that of the experts before the residual is.
     """
+    if shared is not None:
+        added = _with_shared(module, hidden_states, top_k_index, top_k_weights, shared)
+        return residual + added.view(residual.shape)
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
         return residual + experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    if binding.driver.all_have_slots:
-        one = binding.resident_experts(1, top_k_index.shape[-1], top_k_weights.dtype)
-        if one is not None:
-            ask = partial(binding.driver.resident_steps, (binding.layer,))
-            done = one(ask, hidden_states, top_k_index, top_k_weights, residual)
-            if done is not None:
-                return done
+    done = _resident_sum(binding, hidden_states, top_k_index, top_k_weights, lambda: residual)
+    if done is not None:
+        return done
     return _step(binding, hidden_states, top_k_index, top_k_weights, residual)
+
+
+def _with_shared(
+    module: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    shared: Callable[[], Tensor],
+) -> Tensor:
+    """Return the sum of routed and shared experts; shared ones are computed in waiting time."""
+    binding: Binding | None = getattr(module, BINDING, None)
+    if binding is None:
+        return experts_forward(module, hidden_states, top_k_index, top_k_weights) + shared()
+    done = _resident_sum(binding, hidden_states, top_k_index, top_k_weights, shared)
+    if done is not None:
+        return done
+    out = _step(binding, hidden_states, top_k_index, top_k_weights, overlapped_work=shared)
+    return out + shared()
+
+
+def _resident_sum(
+    binding: Binding,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    added: Callable[[], Tensor],
+) -> Tensor | None:
+    """Return one token's sum over resident experts plus `added()`; None if some are missing."""
+    if not binding.driver.all_have_slots:
+        return None
+    one = binding.resident_experts(1, top_k_index.shape[-1], top_k_weights.dtype)
+    if one is None:
+        return None
+    ask = partial(binding.driver.resident_steps, (binding.layer,))
+    return one(ask, hidden_states, top_k_index, top_k_weights, added())
 
 
 class FusedExperts:
@@ -206,7 +242,9 @@ def _step(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     residual: Tensor | None = None,
+    overlapped_work: Callable[[], object] | None = None,
 ) -> Tensor:
+    work = overlapped_work or binding.overlapped_work
     if binding.token_launches is not None and len(hidden_states) == 1:
         launches = binding.token_launches.of(hidden_states, top_k_index, top_k_weights)
         if launches is not None:
@@ -232,7 +270,7 @@ def _step(
                 token.experts,
                 token.compute_group,
                 observe_routing=observe_routing,
-                overlapped_work=binding.overlapped_work,
+                overlapped_work=work,
             )
             return token.result
     routing, kernel = Routing.of(chosen, binding.experts.num_experts), binding.kernel
@@ -265,7 +303,7 @@ def _step(
         if binding.approximates
         else None,
         observe_routing=observe_routing,
-        overlapped_work=binding.overlapped_work,
+        overlapped_work=work,
         prepare_host_job=prepare_host_job if co_compute else None,
     )
     return kernel.combine(step)

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from greenroom.errors import StoreError
 from greenroom.runtime.forward import FusedExperts
-from greenroom.runtime.kernels.dense import router, stored
+from greenroom.runtime.kernels.dense import stored
 from greenroom.runtime.kernels.dense.attention import OneTokenAttention
+from greenroom.runtime.kernels.dense.blocks import router
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer
 from greenroom.runtime.kernels.resident.fused_layers import FusedLayers
 from greenroom.runtime.kernels.resident.launch_plan import LaunchPlan

@@ -17,20 +17,20 @@ from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.forward import BINDING, experts_forward, experts_with_residual
+from greenroom.runtime.kernels.dense.blocks.router import CompiledRouter
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer
 from greenroom.runtime.kernels.dense.module_check import InputHook
-from greenroom.runtime.kernels.dense.router import CompiledRouter
 from greenroom.runtime.kernels.resident.fused_layers import FusedLayers
 from tests.models import cached_tiny
 
 WIDE = {"hidden_size": 64}  # heads of 16, a vector's width
-# An architecture -> what it is given, its layers that are known, and blocks with nothing but
-# a router and experts among them.
+# An architecture -> what it is given, its layers that are known, and blocks among them whose parts
+# are known.
 KNOWN: dict[str, tuple[dict[str, Any], int, int]] = {
     "qwen3_moe": ({**WIDE, "head_dim": 16}, 3, 2),
     "mixtral": ({**WIDE, "head_dim": 16}, 3, 3),
-    "qwen2_moe": (WIDE, 3, 0),  # shared experts
-    "glm4_moe": ({**WIDE, "head_dim": 16}, 3, 0),
+    "qwen2_moe": (WIDE, 3, 0),  # a shared expert with a gate
+    "glm4_moe": ({**WIDE, "head_dim": 16, "n_group": 1}, 3, 2),  # a dense layer, a shared expert
     "olmoe": (WIDE, 0, 0),  # a norm of all heads together
     "granitemoe": ({**WIDE, "residual_multiplier": 0.5}, 0, 0),
     "deepseek_v3": (WIDE, 0, 0),  # another attention
@@ -199,7 +199,7 @@ def test_whoever_listens_hears():
         assert torch.equal(states, wanted[:1])
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "glm4_moe"])
 def test_whoever_listens_changes_no_bit(name, monkeypatch):
     """A predictor that listens at routers must not have them computed by torch, whose products may
     differ in a last bit."""
@@ -220,7 +220,7 @@ def test_whoever_listens_changes_no_bit(name, monkeypatch):
             hook.remove()
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "glm4_moe"])
 def test_a_predictor_that_reads_a_router_s_input_changes_no_bit(name, monkeypatch):
     with served(name, 8) as model:
         wanted = tokens(model)

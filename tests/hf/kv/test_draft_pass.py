@@ -15,7 +15,7 @@ from greenroom.hf.kv.draft_pass import MOST_ROWS, DraftPass
 from greenroom.hf.kv.kinds import CacheKind
 from greenroom.hf.kv.sizes import KVBytes
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.runtime.kernels.dense import router
+from greenroom.runtime.kernels.dense.blocks import router
 from greenroom.runtime.kernels.resident.fused_layers import FusedLayers
 from tests.gguf_models import write
 from tests.hf.kv.test_batch import WIDE, attached, draw, served
@@ -73,7 +73,11 @@ def test_quantised_keys_and_values_have_the_same_bits_too(kind: str) -> None:
 
 
 # Models whose layers are all computed in one region.
-FUSED = {"qwen3_moe": {**WIDE, "mlp_only_layers": []}, "mixtral": COMPILED["mixtral"]}
+FUSED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**WIDE, "mlp_only_layers": []},
+    "mixtral": COMPILED["mixtral"],
+    "glm4_moe": {**WIDE, "first_k_dense_replace": 0, "n_group": 1},
+}
 
 
 @pytest.fixture

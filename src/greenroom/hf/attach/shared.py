@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
+from greenroom.runtime.kernels.dense.module_check import OwnForwardHook
 
 WORTHWHILE = 16  # times the input's width: modules with fewer weights are not computed early
 
@@ -319,7 +320,9 @@ class _Layer:
 
         if source.output:
             return source.module.register_forward_hook(capture)
-        return source.module.register_forward_pre_hook(capture, with_kwargs=True)
+        # Compiled layers compute their shared expert themselves.
+        hook = OwnForwardHook(capture)
+        return source.module.register_forward_pre_hook(hook, with_kwargs=True)
 
     def compute_early(self) -> None:
         """Compute a layer's shared experts now, at most once per forward pass."""

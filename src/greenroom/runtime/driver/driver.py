@@ -84,7 +84,7 @@ class Driver:
         self._lock, self._changed = self._actions.lock, self._actions.changed
         self._step_lock = FairLock()
         self._error: Failure | None = None  # of the current step
-        self._overlapped_work: Callable[[], None] | None = None
+        self._overlapped_work: Callable[[], object] | None = None
         self._pass, self._layer, self._request, self._prefill = -1, pieces.layers, 0, False
         self._pass_start: tuple[float, float, int] | None = None  # time, stall_s, tokens
         self._chunk_starts: dict[tuple[int, int], float] = {}  # time by (link, lane)
@@ -158,7 +158,7 @@ class Driver:
         *,
         tail_weights: np.ndarray | None = None,
         observe_routing: Callable[[bool], LayerRouting] | None = None,
-        overlapped_work: Callable[[], None] | None = None,
+        overlapped_work: Callable[[], object] | None = None,
         prepare_host_job: PrepareHostJob | None = None,
     ) -> None:
         """Fetch and compute the experts that one MoE layer's tokens chose.

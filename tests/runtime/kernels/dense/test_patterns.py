@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from greenroom.runtime.kernels.dense.patterns import find_router, find_sublayers
+from greenroom.runtime.kernels.dense.patterns import BlockParts, find_block_parts, find_sublayers
 
 HIDDEN, DTYPE = 48, torch.bfloat16
 
@@ -143,12 +143,50 @@ class Jittered(Block):
         return super().forward(x * 1.01)
 
 
-def test_the_router_of_a_plain_moe_block_is_found():
-    assert find_router(Block(), "many", HIDDEN, DTYPE) == ("door", (1, HIDDEN))
-    assert find_router(Deep(), "many", HIDDEN, DTYPE) == ("door", (1, 1, HIDDEN))
-    assert find_router(Block(), "door", HIDDEN, DTYPE) is None
+class SharedFirst(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        added = self.shared(x.view(-1, HIDDEN))
+        return (super().forward(x).view(-1, HIDDEN) + added).view(x.shape)
 
 
-@pytest.mark.parametrize("kind", [Shared, Doubled, Weighted, Sorted, Jittered])
+class SharedScaled(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shared(x) * 0.5
+
+
+class SharedOfOther(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shared(x * 2)
+
+
+class SharedTwice(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shared(x) + self.shared(x)
+
+
+class Unused(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.shared(x)
+        return super().forward(x)
+
+
+def test_the_parts_of_an_moe_block_are_found():
+    def parts(block: nn.Module, experts: str = "many") -> BlockParts | None:
+        return find_block_parts(block, experts, HIDDEN, DTYPE)
+
+    assert parts(Block()) == BlockParts("door", (1, HIDDEN))
+    assert parts(Deep()) == BlockParts("door", (1, 1, HIDDEN))
+    assert parts(Block(), "door") is None
+    assert parts(Shared()) == BlockParts("door", (1, HIDDEN), "shared")
+    assert parts(SharedFirst()) == BlockParts("door", (1, HIDDEN), "shared")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(Doubled, Weighted, Sorted, Jittered),
+        *(SharedScaled, SharedOfOther, SharedTwice, Unused),
+    ],
+)
 def test_blocks_that_compute_otherwise_do_not_match(kind):
-    assert find_router(kind(), "many", HIDDEN, DTYPE) is None
+    assert find_block_parts(kind(), "many", HIDDEN, DTYPE) is None

@@ -68,6 +68,25 @@ def test_plain_products_have_the_same_bits_in_every_library(dtype):
         torch.testing.assert_close(sums.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_in_float32_are_those_that_are_rounded(dtype):
+    """Also without float32 inputs, and without memory for rounded outputs."""
+    for width in WIDTHS:
+        x, weight = draw(dtype, ROWS, width), draw(dtype, OUTPUTS, width)
+        matrices = [library().structure("Matrix")(base=weight.data_ptr())] * len(LIBRARIES)
+        rounded = next(products(x, matrices))
+        found = []
+        for out in (True, False):
+            for _ in LIBRARIES:
+                sums = torch.zeros(ROWS, OUTPUTS)
+                fields = {"sums": sums.data_ptr(), **({} if out else {"out": 0})}
+                last = list(products(x, matrices, **fields))
+                assert all(torch.equal(each, rounded if out else each * 0) for each in last)
+                found.append(sums)
+        assert same_bits(found)
+        assert torch.equal(found[0].to(dtype), rounded)
+
+
 def stored_matrix(dtype: torch.dtype) -> StoredMatrix:
     """A matrix of Q8_0 blocks with random codes and scales."""
     layout = SlotLayout.pack([("weight", (OUTPUTS, 3 * 34), "uint8")], {"weight": "q8_0"}, "uint8")

@@ -31,6 +31,8 @@ from greenroom.runtime.kernels.dense.attention import (
     head_norms,
     is_common_attention,
 )
+from greenroom.runtime.kernels.dense.blocks.mlp import LINEAR as MLP_PARTS
+from greenroom.runtime.kernels.dense.blocks.mlp import CompiledMlp
 from greenroom.runtime.kernels.dense.decoder import AddExperts, FusedDecoderLayer
 from greenroom.runtime.kernels.dense.norms import norm_style
 from greenroom.runtime.kernels.dense.patterns import find_sublayers
@@ -45,6 +47,7 @@ from greenroom.runtime.kernels.dense.stored import (
     restore_weights,
     stored_matrix,
     thread_scratch,
+    weight_matrix,
 )
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.native.library import library
@@ -61,7 +64,8 @@ Forward = Callable[..., Tensor]
 class Accelerated:
     """The submodules of a model that have a compiled forward; `detach()` restores them.
 
-    counts: number of submodules by kind: attention, layer, router, rotary, embedding, linear, norm
+    counts: number of submodules by kind: attention, layer, router, mlp, rotary, embedding, linear,
+            norm
     layers: the decoder layers whose forward is fused, by module
     """
 
@@ -126,11 +130,14 @@ def accelerate(
                 )
                 accelerated.add("attention", module, attention_forward(attention))
     for layer in filter(_is_unmodified, list(model.modules())):
-        if (around := _fuse_layer(layer, attentions, add_experts)) is not None:
+        if (around := _fuse_layer(layer, attentions, add_experts, kernels)) is not None:
             accelerated.layers[layer] = around
             accelerated.add("layer", layer, around.forward)
             if around.router is not None:
                 accelerated.add("router", around.router.module, around.router.forward)
+    for module in filter(_is_unmodified, list(model.modules())):
+        if (mlp := _compile_mlp(module, kernels)) is not None:
+            accelerated.add("mlp", module, mlp.forward)
     dtypes = {attention.dtype for attention in attentions.values()}
     for module in filter(_is_unmodified, list(model.modules())):
         if dtypes and (rotary := RotaryTables.of(module, dtypes)) is not None:
@@ -152,7 +159,10 @@ def accelerate(
 
 
 def _fuse_layer(
-    layer: nn.Module, attentions: dict[nn.Module, OneTokenAttention], add_experts: AddExperts | None
+    layer: nn.Module,
+    attentions: dict[nn.Module, OneTokenAttention],
+    add_experts: AddExperts | None,
+    kernels: str,
 ) -> FusedDecoderLayer | None:
     """Make a fused decoder layer around one of these attentions, if the layer fits."""
     inside = [(name, attentions[m]) for name, m in layer._modules.items() if m in attentions]
@@ -168,8 +178,16 @@ def _fuse_layer(
     if names is None:
         return None
     return FusedDecoderLayer(
-        layer, attention, names, (styles[names[0]], styles[names[1]]), add_experts
+        layer, attention, names, (styles[names[0]], styles[names[1]]), add_experts, kernels
     )
+
+
+def _compile_mlp(module: nn.Module, kernels: str) -> CompiledMlp | None:
+    """Compile a gated MLP, if the module is one."""
+    part = module._modules.get(MLP_PARTS[-1])
+    if type(part) is not nn.Linear:
+        return None
+    return CompiledMlp.of(module, weight_matrix(part).dtype, kernels)
 
 
 def _input_norm_style(part: nn.Module, attention: OneTokenAttention) -> Style | None:

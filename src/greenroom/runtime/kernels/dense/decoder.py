@@ -1,10 +1,11 @@
 """A fused decoder layer for one token, in two OpenMP parallel regions.
 
 The first region computes norm, attention, residual sum and second norm, up to the input of the MoE
-block. It also chooses the experts if the router is of a known kind (router.py). The second region
-computes the experts and the layer's output. If all chosen experts are resident, Python computes
-nothing between the regions: after a group of experts has evicted the CPU caches, each small
-operation takes as long as a matrix. The result is bit for bit that of the accelerated modules
+block. It also chooses the experts if the router is of a known kind (blocks/router.py). The second
+region computes the experts and the layer's output. If all chosen experts are resident, Python
+computes nothing between the regions: after a group of experts has evicted the CPU caches, each
+small operation takes as long as a matrix. A shared expert (blocks/mlp.py) has a region of its own,
+which runs while missing experts are read. The result is bit for bit that of the accelerated modules
 called one by one.
 """
 
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -26,17 +26,23 @@ from greenroom.runtime.kernels.dense.attention import (
     Style,
 )
 from greenroom.runtime.kernels.dense.batch_calls import BatchMemory, batch_calls
+from greenroom.runtime.kernels.dense.blocks.few_tokens import call_for_tokens
+from greenroom.runtime.kernels.dense.blocks.mlp import CompiledMlp, MlpOutput
+from greenroom.runtime.kernels.dense.blocks.moe import MoeBlock
+from greenroom.runtime.kernels.dense.blocks.router import CompiledRouter
+from greenroom.runtime.kernels.dense.blocks.router_call import RouterCall
 from greenroom.runtime.kernels.dense.module_check import ModuleCheck
-from greenroom.runtime.kernels.dense.patterns import find_router
-from greenroom.runtime.kernels.dense.router import CompiledRouter, RouterCall
-from greenroom.runtime.kernels.dense.token_blocks import call_for_tokens
+from greenroom.runtime.kernels.dense.stored import thread_scratch
 from greenroom.runtime.kernels.dense.token_calls import TokenCalls
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.native.library import library
 
-# (experts module, x [1, H], index, weights [1, K], residual) -> residual + the experts' result
-AddExperts = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
+# (experts module, x [1, H], index, weights [1, K], residual, shared) -> residual + (the experts'
+# result + shared()), or without `shared`, if it is None
+AddExperts = Callable[
+    [nn.Module, Tensor, Tensor, Tensor, Tensor, Callable[[], Tensor] | None], Tensor
+]
 
 
 class TokenFields(NamedTuple):
@@ -83,6 +89,7 @@ class FusedDecoderLayer:
         names: tuple[str, str, str],
         styles: tuple[Style, Style],
         add_experts: AddExperts | None,
+        kernels: str = "native",
     ) -> None:
         """Make a decoder layer's compiled forward for one token.
 
@@ -90,6 +97,7 @@ class FusedDecoderLayer:
                the second norm
         styles: how each of the norms applies its weight, and its epsilon
         add_experts: computes the layer's experts and adds them to the residual
+        kernels: products of encoded matrices: native, precise or rounded (matrix.py)
         """
         self._layer, self.attention = layer, attention
         parts: dict[str, Any] = dict(layer._modules)
@@ -110,13 +118,7 @@ class FusedDecoderLayer:
             self._norm_call(norm.weight, style) for norm, style in zip(norms, styles, strict=True)
         )
         self._add_experts = add_experts
-        self._router_name, self._experts, self._shape = self._find_experts()
-        self._block_check = ModuleCheck()  # the block and its experts
-        for part in (self._block, self._experts):
-            if part is not None:
-                self._block_check.require_no_hooks(part)
-                self._block_check.require_same(vars(part), "forward", None)
-        self.router = self._compile_router()
+        self._moe = MoeBlock.of(self._block, attention.hidden, attention.dtype, kernels)
         self._computes_choice = self.router is not None and add_experts is not None
         self._local = threading.local()  # the thread's `TokenCalls`
         self.forward = layer_forward(self, layer)
@@ -130,29 +132,34 @@ class FusedDecoderLayer:
         columns = self.attention.hidden
         return self._norm(weight=weight.data_ptr(), columns=columns, style=kind, eps=eps)
 
-    def _find_experts(self) -> tuple[str, nn.Module | None, tuple[int, ...]]:
-        """Return (router name, experts, shape of the router's input) of a plain MoE block."""
-        for name, part in self._block._modules.items():
-            if hasattr(part, "num_experts") and hasattr(part, "_apply_gate"):
-                match = find_router(self._block, name, self.attention.hidden, self.attention.dtype)
-                if match is not None:
-                    return match[0], part, match[1]
-        return "", None, ()
+    @property
+    def router(self) -> CompiledRouter | None:
+        """Return the compiled router of the layer's experts, or None."""
+        return None if self._moe is None else self._moe.router
 
-    def _compile_router(self) -> CompiledRouter | None:
-        """Compile the router, if its kind is known."""
-        if self._experts is None:
-            return None
-        module: Any = self._block._modules[self._router_name]
-        return CompiledRouter.of(module, self._shape, self.attention.dtype)
+    @property
+    def shared(self) -> CompiledMlp | None:
+        """Return the compiled shared expert, whose output is added to that of the experts."""
+        return None if self._moe is None else self._moe.shared
 
-    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (expert ids, gate weights), [T, top_k] each, for x [T, hidden]."""
-        if len(x) == 1 and self.router is not None and self.router.is_unchanged():
-            return self.router(x)
-        router_input = x if len(self._shape) == 2 else x[None]
-        _, weights, index = self._block._modules[self._router_name](router_input)  # type: ignore[misc]
-        return index, weights
+    def shared_output(self, x: Tensor) -> MlpOutput | None:
+        """Return what computes the shared expert for x [tokens, hidden], if there is one."""
+        return None if self.shared is None else MlpOutput(self.shared, x)
+
+    def residual_sum(self, residual: int, tokens: int) -> sequence.Stage:
+        """Make the kernel call that adds residuals [tokens, hidden] at an address to `y`."""
+        columns = self.attention.hidden
+        return self._norm_entry, self._norm(x=residual, columns=columns, more=tokens - 1)
+
+    def stride(self, tokens: int) -> int:
+        """Return how many bytes of scratch memory the kernel calls need per thread."""
+        shared = self.shared.stride(tokens) if self.shared is not None else 0
+        return max(self.attention.stride, shared)
+
+    @property
+    def _takes_choice(self) -> bool:
+        """Tell whether the layer's experts are computed here, from a router's choice."""
+        return self._moe is not None and self._add_experts is not None and self._moe.check.passes()
 
     def accepts(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Check that compiled code can compute a call of the decoder layer.
@@ -176,16 +183,17 @@ class FusedDecoderLayer:
         if view is None:
             return None
         positions = kwargs["position_embeddings"]
-        if self._computes_choice and self._choice_check.passes():
+        if self._computes_choice and self._moe.observed_check.passes():  # type: ignore[union-attr]
             out = self._compute_token(x, positions, view)
             return out if out.dim() == x.dim() else out.view(x.shape)
         residual, state = (torch.empty(1, self.attention.hidden, dtype=x.dtype) for _ in range(2))
         work = self.workspace(view.tokens)
         sequence.run(self.stages(x, positions, view, residual, state, work))
-        if self._experts is None or self._add_experts is None or not self._block_check.passes():
+        if not self._takes_choice:
             return residual.view(x.shape) + self._block(state.view(x.shape))
-        index, weights = self._choose(state)
-        return self._add_experts(self._experts, state, index, weights, residual).view(x.shape)
+        index, weights = self._moe.choose(state)  # type: ignore[union-attr]
+        shared = self.shared_output(state)
+        return self.compute_from_choice(state, index, weights, residual, shared).view(x.shape)
 
     def _compute_token(self, x: Tensor, positions: Positions, view: KeyValueView) -> Tensor:
         """Compute a layer whose experts a compiled router chooses: `hidden` numbers."""
@@ -196,29 +204,11 @@ class FusedDecoderLayer:
         assert self.router is not None
         for hook in self.router.input_hooks:
             hook.observe(calls.state)
-        return self.compute_from_choice(calls.state, index, weights, calls.residual)
+        return self.compute_from_choice(calls.state, index, weights, calls.residual, calls.shared)
 
     def replace_forward(self, forward: Callable[..., Any]) -> None:
         """Replace a decoder layer's forward by a function that wraps the present forward."""
         self.forward = self._layer.forward = forward
-
-    @cached_property
-    def _choice_check(self) -> ModuleCheck:
-        """A check that compiled code can compute the choice of experts, and the experts."""
-        assert self.router is not None
-        guard = ModuleCheck()
-        for each in (self.router.observed_check, self._block_check):
-            guard.include(each)
-        return guard
-
-    @cached_property
-    def _unobserved_check(self) -> ModuleCheck:
-        """A check like `_choice_check` that allows no hooks."""
-        assert self.router is not None
-        guard = ModuleCheck()
-        for each in (self.router.check, self._block_check):
-            guard.include(each)
-        return guard
 
     @property
     def module(self) -> nn.Module:
@@ -228,10 +218,11 @@ class FusedDecoderLayer:
     @property
     def check(self) -> ModuleCheck:
         """Return a check that a decoder layer's submodules, forward and hooks are unchanged."""
+        assert self._moe is not None
         assert self.router is not None
         guard = ModuleCheck()
         guard.require_same(vars(self._layer), "forward", self.forward)
-        for each in (self.router.check, self._block_check, self._parts_check):
+        for each in (self.router.check, self._moe.check, self._parts_check):
             guard.include(each)
         return guard
 
@@ -241,9 +232,9 @@ class FusedDecoderLayer:
         The key is (experts module, top_k, type of the gate weights). It is None if the layer has no
         experts or no compiled router.
         """
-        if self.router is None or self._experts is None or self._add_experts is None:
+        if self._moe is None or self.router is None or self._add_experts is None:
             return None
-        return self._experts, self.router.top_k, self.router.dtype
+        return self._moe.experts, self.router.top_k, self.router.dtype
 
     @property
     def kind(self) -> tuple[Any, ...] | None:
@@ -278,21 +269,28 @@ class FusedDecoderLayer:
         hidden]. All tensors passed must stay alive until the calls have ended.
         """
         assert self.router is not None
+        thread_scratch(self.stride(1))  # grows before its address is used
         stages = self.stages(x, positions, view, residual, state, work)
         call = RouterCall(self.router, state.data_ptr())
         return (*stages, *call.stages), call
 
     def compute_from_choice(
-        self, state: Tensor, index: Tensor, weights: Tensor, residual: Tensor
+        self,
+        state: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        residual: Tensor,
+        shared: Callable[[], Tensor] | None,
     ) -> Tensor:
         """Compute a layer's experts for some tokens; return the layer's output [tokens, hidden].
 
         state: the experts' input [tokens, hidden]
         index, weights: the chosen expert ids and their gate weights [tokens, top_k]
+        shared: returns the shared expert's output [tokens, hidden], if the layer has one
         """
-        assert self._experts is not None
+        assert self._moe is not None
         assert self._add_experts is not None
-        return self._add_experts(self._experts, state, index, weights, residual)
+        return self._add_experts(self._moe.experts, state, index, weights, residual, shared)
 
     def accepts_batch(self, x: Tensor, kwargs: dict[str, Any], batched_cache: Any) -> bool:
         """Check that compiled code can compute a call for several tokens.
@@ -333,22 +331,27 @@ class FusedDecoderLayer:
         total, state = torch.empty_like(x), torch.empty_like(x)
         memory = BatchMemory([self], [view.tokens for view in views])
         calls = batch_calls(self, x, positions, views, total, state, memory)
-        if not self._computes_choice or not self._unobserved_check.passes():
+        if not self._computes_choice or not self._moe.unobserved_check.passes():  # type: ignore[union-attr]
             sequence.run(calls.stages)
             return self._add_block(total, state, batched_cache.exact)
         assert self.router is not None
         choice = RouterCall(self.router, state.data_ptr(), len(views))
         sequence.run((*calls.stages, *choice.stages))
-        return self.compute_from_choice(state[0], *choice.result(), total[0]).view(x.shape)
+        shared = self.shared_output(state[0])
+        out = self.compute_from_choice(state[0], *choice.result(), total[0], shared)
+        return out.view(x.shape)
 
     def _add_block(self, total: Tensor, state: Tensor, exact: bool) -> Tensor:
         """Return total + block(state), [1, T, hidden]."""
-        if self._experts is None or self._add_experts is None or not self._block_check.passes():
+        if not self._takes_choice:
             return total + (call_for_tokens(self._block, state) if exact else self._block(state))
         row_by_row = exact or self.router is not None  # a compiled router takes one token
-        chosen = [self._choose(row) for row in (state[0].split(1) if row_by_row else (state[0],))]
+        rows = state[0].split(1) if row_by_row else (state[0],)
+        chosen = [self._moe.choose(row) for row in rows]  # type: ignore[union-attr]
         index, weights = (torch.cat(each) for each in zip(*chosen, strict=True))
-        return self.compute_from_choice(state[0], index, weights, total[0]).view(state.shape)
+        shared = self.shared_output(state[0])
+        out = self.compute_from_choice(state[0], index, weights, total[0], shared)
+        return out.view(state.shape)
 
     def stages(
         self,

@@ -37,6 +37,17 @@ class InputHook:
         self.observe(args[0] if args else kwargs["hidden_states"])
 
 
+class OwnForwardHook:
+    """A forward pre-hook for a module's own forward: compiled code need not call it."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    @outside_graphs
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._hook(module, args, kwargs)
+
+
 class ModuleCheck:
     """Conditions on modules that compiled code relies on.
 
@@ -46,6 +57,7 @@ class ModuleCheck:
     def __init__(self) -> None:
         self._empty: list[Mapping[Any, Any]] = [*GLOBAL_HOOKS]
         self._observed: list[Mapping[Any, Any]] = []
+        self._own_hooks: list[Mapping[Any, Any]] = []
         self._dictionaries: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._values: list[Any] = []
@@ -58,6 +70,11 @@ class ModuleCheck:
         """Require that a module has no forward hooks but `InputHook`s."""
         self._empty.append(module._forward_hooks)
         self._observed.append(module._forward_pre_hooks)
+
+    def require_own_hooks(self, module: nn.Module) -> None:
+        """Require that a module has no forward hooks but `OwnForwardHook`s."""
+        self._empty.append(module._forward_hooks)
+        self._own_hooks.append(module._forward_pre_hooks)
 
     def require_same(self, dictionary: Any, name: str, value: object) -> None:
         """Require that a dictionary has the same object under a name.
@@ -76,6 +93,7 @@ class ModuleCheck:
         """Add all conditions of another check of modules."""
         self._empty += other._empty[len(GLOBAL_HOOKS) :]
         self._observed += other._observed
+        self._own_hooks += other._own_hooks
         self._dictionaries += other._dictionaries
         self._names += other._names
         self._values += other._values
@@ -85,6 +103,10 @@ class ModuleCheck:
         for hooks in self._observed:
             for hook in hooks.values():
                 if type(hook) is not InputHook:
+                    return False
+        for hooks in self._own_hooks:
+            for hook in hooks.values():
+                if type(hook) is not OwnForwardHook:
                     return False
         return not any(self._empty) and all(
             map(is_, map(dict.get, self._dictionaries, self._names), self._values)

@@ -8,11 +8,12 @@ submodules are.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 _SCALES = (1.0, 1e4)  # of all tensors; with the larger one a clamp would show
 Result = TypeVar("Result")
@@ -37,11 +38,14 @@ class _StubModule(nn.Module):
 def _run(
     module: nn.Module, answers: dict[str, Any], x: Tensor, kwargs: dict[str, Any]
 ) -> tuple[Any, list[Call]]:
-    """Run a module with stubs; return (its output, the stubs' calls), or (None, []) if it fails."""
+    """Run a module with stubs; return (its output, the stubs' calls), or (None, []) if it fails.
+
+    Submodules without an answer in `answers` stay as they are.
+    """
     calls: list[Call] = []
     other = copy.copy(module)
-    parts = {name: _StubModule(name, answer, calls) for name, answer in answers.items()}
-    other.__dict__ = {**vars(module), "_modules": parts}
+    stubs = {name: _StubModule(name, answer, calls) for name, answer in answers.items()}
+    other.__dict__ = {**vars(module), "_modules": {**module._modules, **stubs}}
     try:
         return type(module).forward(other, x, **kwargs), calls
     except _ODD:
@@ -61,14 +65,15 @@ def _only_argument(call: Call) -> Any:
 
 
 class _Draw:
-    """A source of random tensors [1, 1, hidden] of one type."""
+    """A source of random tensors of one type."""
 
     def __init__(self, hidden: int, dtype: torch.dtype, scale: float) -> None:
         self._random = torch.Generator().manual_seed(0)
         self._hidden, self._dtype, self._scale = hidden, dtype, scale
 
-    def __call__(self) -> Tensor:
-        x = torch.randn(1, 1, self._hidden, generator=self._random)
+    def __call__(self, columns: int = 0) -> Tensor:
+        """Return a random tensor [1, 1, columns]; the default is the hidden size."""
+        x = torch.randn(1, 1, columns or self._hidden, generator=self._random)
         return (x * self._scale).to(self._dtype)
 
 
@@ -135,37 +140,84 @@ def _find_sublayers(
     return (first, second, block) if same else None
 
 
-def find_router(
+class BlockParts(NamedTuple):
+    """How an MoE block combines its parts.
+
+    router: the name of its router
+    shape:  the shape of the router's input for one token
+    shared: the name of the part whose output is added to that of the experts; "" if there is none
+    """
+
+    router: str
+    shape: tuple[int, ...]
+    shared: str = ""
+
+
+def find_block_parts(
     block: nn.Module, experts: str, hidden: int, dtype: torch.dtype
-) -> tuple[str, tuple[int, ...]] | None:
-    """Find the name of an MoE block's router and the shape of the router's input.
+) -> BlockParts | None:
+    """Find the router, and perhaps the shared expert, of an MoE block.
 
     The block must compute exactly
 
         _, weights, index = router(x); experts(x, index, weights)
 
-    `experts` is the name of its experts module. Return None if the block computes anything else.
+    or experts(x, index, weights) + shared(x). `experts` is the name of its experts module. Return
+    None if the block computes anything else.
     """
-    return _find_at_all_scales(lambda draw: _find_router(block, experts, draw), hidden, dtype)
+    return _find_at_all_scales(lambda draw: _find_block_parts(block, experts, draw), hidden, dtype)
 
 
-def _find_router(block: nn.Module, experts: str, draw: _Draw) -> tuple[str, tuple[int, ...]] | None:
-    x, result, answer = draw(), draw()[0], tuple(draw()[0, :, :2] for _ in range(2))
-    index = torch.tensor([[1, 0]])
-    answers: dict[str, Any] = dict.fromkeys(block._modules, (*answer, index))
-    out, calls = _run(block, {**answers, experts: result}, x.clone(), {})
-    if len(calls) != 2 or calls[1][0] != experts or calls[0][0] == experts:
-        return None
-    (router, *_), (_, args, kwargs) = calls
-    router_input = _only_argument(calls[0])
-    same = (
-        isinstance(router_input, Tensor)
-        and _equals(router_input.reshape(x.shape), x)
-        and len(args) == 3
-        and not kwargs
-        and _equals(args[0], x[0])
-        and args[1] is index
-        and args[2] is answer[1]
-        and _equals(out, result[None])
+def _find_block_parts(block: nn.Module, experts: str, draw: _Draw) -> BlockParts | None:
+    x, result, added = draw(), draw()[0], draw()
+    chosen = draw()[0, :, :2], draw()[0, :, :2], torch.tensor([[1, 0]])
+    for router in block._modules.keys() - {experts}:
+        answers: dict[str, Any] = {**dict.fromkeys(block._modules, added), router: chosen}
+        out, calls = _run(block, {**answers, experts: result}, x.clone(), {})
+        inputs = {name: (args, kwargs) for name, args, kwargs in calls}
+        shared = [name for name in inputs if name not in (router, experts)]
+        if len(calls) != len(inputs) or len(inputs) - len(shared) != 2 or len(shared) > 1:
+            continue
+        args, kwargs = inputs[experts]
+        tensors = [_only_argument((name, *inputs[name])) for name in (router, *shared)]
+        same = (
+            all(isinstance(each, Tensor) and each.numel() == x.numel() for each in tensors)
+            and all(_equals(each.view(x.shape), x) for each in tensors)
+            and len(args) == 3
+            and not kwargs
+            and _equals(args[0], x[0])
+            and args[1] is chosen[2]
+            and args[2] is chosen[1]
+            and _equals(out, result[None] + added if shared else result[None])
+        )
+        if same:
+            return BlockParts(router, tuple(tensors[0].shape), "".join(shared))
+    return None
+
+
+def is_gated_mlp(
+    module: nn.Module, linear: Sequence[str], shape: tuple[int, int], dtype: torch.dtype
+) -> bool:
+    """Check that a module computes exactly down(silu(gate(x)) * up(x)).
+
+    linear: the names of its projections gate, up and down
+    shape: of the gate's weight [inner, hidden]
+    """
+    return bool(
+        _find_at_all_scales(
+            lambda draw: _is_gated_mlp(module, linear, shape[0], draw), shape[1], dtype
+        )
     )
-    return (router, tuple(router_input.shape)) if same else None
+
+
+def _is_gated_mlp(module: nn.Module, linear: Sequence[str], inner: int, draw: _Draw) -> bool:
+    x, out, (gate, up) = draw(), draw(), (draw(inner), draw(inner))
+    answers = dict(zip(linear, (gate, up, out), strict=True))
+    result, calls = _run(module, answers, x.clone(), {})
+    inputs = {call[0]: _only_argument(call) for call in calls}
+    return (
+        result is out
+        and len(calls) == 3 == len(inputs)
+        and all(_equals(inputs[name], x) for name in linear[:2])
+        and _equals(inputs[linear[2]], silu(gate) * up)
+    )

@@ -29,6 +29,7 @@ class TokenCalls:
     They are for one thread and one KV cache.
 
     residual, state: the layer's results before its experts, like x and [1, hidden]
+    shared: returns the output of its shared expert [1, hidden]; None if there is none
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class TokenCalls:
     ) -> None:
         """Build the kernel calls for tokens like x [1, 1, hidden]."""
         attention = layer.attention
-        self._attention, self._rotary = attention, positions[0].shape[-1]
+        self._rotary = positions[0].shape[-1]
         # Weak references: the calls must not keep a finished request's cache in memory.
         self._views = ref(view.keys), ref(view.values)
         self._max_tokens = view.tokens + AHEAD
@@ -46,8 +47,10 @@ class TokenCalls:
         stages, self._choice = layer.stages_to_choice(
             x, positions, view, self.residual, self.state, self._work
         )
+        self.shared = layer.shared_output(self.state)
         self._block = block = CallBlock(stages)
-        self._scratch = thread_scratch(attention.stride) if attention.stride else 0
+        self._stride = layer.stride(1)
+        self._scratch = thread_scratch(self._stride) if self._stride else 0
         fields, index = layer.token_fields, block.index
         self._inputs = [
             [index(*field) for field in some] for some in (fields.x, fields.cos, fields.sin)
@@ -64,14 +67,13 @@ class TokenCalls:
     def fits(self, positions: Positions, view: KeyValueView) -> bool:
         """Check that the addresses in the calls are valid for a token."""
         keys, values = self._views
-        stride = self._attention.stride
         return (
             keys() is view.keys
             and values() is view.values
             and view.tokens <= self._max_tokens
             and self._work is _local.work
             and positions[0].shape[-1] == self._rotary
-            and (not stride or thread_scratch(stride) == self._scratch)
+            and (not self._stride or thread_scratch(self._stride) == self._scratch)
         )
 
     def run(self, x: Tensor, positions: Positions, tokens: int) -> tuple[Tensor, Tensor]:
@@ -79,6 +81,8 @@ class TokenCalls:
 
         The next token reuses their memory.
         """
+        if self.shared is not None:
+            self.shared.reset()
         arguments = self._block.reset()
         for indices, tensor in zip(self._inputs, (x, *positions), strict=True):
             address = tensor.data_ptr()

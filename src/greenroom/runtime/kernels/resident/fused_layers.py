@@ -4,8 +4,8 @@ If there is a slot for every expert, nothing is decided between two layers, and 
 takes a tenth of the time of reading the weights. So the forward of the first layer also computes
 the layers that follow, and these return their finished outputs. A first pass observes whether each
 layer gets exactly the output of the one before. The results are bit for bit those of the layers one
-by one. If torch must choose a layer's experts (dense/router.py), or a chosen expert is not loaded
-yet, the region ends at that layer and starts again after it.
+by one. If torch must choose a layer's experts (dense/blocks/router.py), or a chosen expert is not
+loaded yet, the region ends at that layer and starts again after it.
 
 The tokens of a pass are one, or one of each of several sequences (`batched_cache`). Those of a
 draft are of one sequence, whose KV cache then occurs several times.
@@ -308,8 +308,9 @@ class _Tokens:
             count = self._x.shape[1]
             index, weights = (each.clone() for each in plan.choice(self.next))
             decoder_layer = self._decoder_layers[self.next]
+            shared = plan.shared(self.next)
             out = decoder_layer.compute_from_choice(
-                plan.state[:count], index, weights, plan.residual[:count]
+                plan.state[:count], index, weights, plan.residual[:count], shared
             )
             self.outputs[self.next].copy_(out.view(self._x.shape))
             self.next += 1

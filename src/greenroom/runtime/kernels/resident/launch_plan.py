@@ -9,7 +9,7 @@ and a compiled kernel copies it over the arguments that the last pass has used.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from torch import Tensor
 from greenroom.core.pieces import Ints
 from greenroom.runtime.kernels.dense.attention import KeyValueView, Positions
 from greenroom.runtime.kernels.dense.batch_calls import BatchMemory, batch_calls
+from greenroom.runtime.kernels.dense.blocks.mlp import MlpCalls
+from greenroom.runtime.kernels.dense.blocks.router_call import RouterCall
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer
-from greenroom.runtime.kernels.dense.router import RouterCall
 from greenroom.runtime.kernels.dense.stored import thread_scratch
 from greenroom.runtime.kernels.dense.token_calls import AHEAD
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
@@ -49,25 +50,28 @@ class PatchedArgument(NamedTuple):
 class LayerCalls(NamedTuple):
     """Kernel calls of a decoder layer and its experts.
 
-    entries:   addresses of kernels and their calls, for `run_stages`
+    entries: addresses of kernels and their calls, for `run_stages`
     of_tokens: for each token, its calls of the norms and of attention
-    shared:    other calls, which have the number of tokens in a field of the given name
-    choice:    the choice of experts
-    experts:   the calls for the experts
+    counted: other calls, which have the number of tokens in a field of the given name
+    choice:  the choice of experts
+    experts: the calls for the experts
+    total:   the call that adds the residual to the block's output, if that has a shared expert
     """
 
     entries: list[int]
     of_tokens: Sequence[Sequence[Arguments]]
-    shared: Sequence[tuple[Arguments, str]]
+    counted: Sequence[tuple[Arguments, str]]
     choice: RouterCall
     experts: ExpertCalls
+    total: Arguments | None
 
     @property
     def arguments(self) -> list[Arguments]:
-        """Return all arguments, which kernels change: of tokens, shared, choices, experts."""
+        """Return all arguments, which kernels change, in the order of the fields above."""
         of_tokens = [each for token in self.of_tokens for each in token]
-        shared = [arguments for arguments, _ in self.shared]
-        return [*of_tokens, *shared, *self.choice.choices, self.experts.all]
+        counted = [arguments for arguments, _ in self.counted]
+        total = [] if self.total is None else [self.total]
+        return [*of_tokens, *counted, *self.choice.choices, self.experts.all, *total]
 
 
 class LaunchPlan:
@@ -100,10 +104,11 @@ class LaunchPlan:
         self._dense = BatchMemory(decoder_layers, [self._most_tokens] * self.rows)
         self._memory = max((each.workspace() for each in experts), key=Tensor.numel)
         self._strides = (
-            max(decoder_layer.attention.stride for decoder_layer in decoder_layers),
+            max(decoder_layer.stride(self.rows) for decoder_layer in decoder_layers),
             max(each.stride for each in experts),
         )
         self._scratch = self._scratch_addresses()  # allocated before its address is used
+        self._shared = list[MlpCalls | None]()
         self._calls = [
             self._layer_calls(*each, positions)
             for each in zip(decoder_layers, experts, first_pieces, views, strict=True)
@@ -129,7 +134,7 @@ class LaunchPlan:
         if rows == 1:
             stages = layer.stages(x, one, view, residual, state, self._dense.works[0])
             of_tokens: Sequence[Sequence[Arguments]] = [[call for _, call in stages]]
-            shared: list[tuple[Arguments, str]] = []
+            counted: list[tuple[Arguments, str]] = []
         else:
             stages, of_tokens = batch_calls(
                 layer,
@@ -141,16 +146,22 @@ class LaunchPlan:
                 self._dense,
                 self._wide.data_ptr() if experts.takes_wide else 0,
             )
-            shared = [(call, "tokens") for _, call in stages]
+            counted = [(call, "tokens") for _, call in stages]
+        added, shared = residual.data_ptr(), None
+        if layer.shared is not None:
+            shared = layer.shared.calls(state.data_ptr(), rows)
+            stages, added = (*stages, *shared.stages), shared.out.data_ptr()
+            counted += [(call, "rows") for _, call in shared.stages]
+        self._shared.append(shared)
         assert layer.router is not None
         choice = RouterCall(layer.router, state.data_ptr(), rows)
         (_, product), (_, select) = choice.stages
-        shared += [(product, "rows")] if rows == 1 else [(product, "rows"), (select, "tokens")]
+        counted += [(product, "rows")] if rows == 1 else [(product, "rows"), (select, "tokens")]
         region = experts.region_calls(
             (self._wide if experts.takes_wide else state).data_ptr(),
             choice.ids.data_ptr(),
             choice.weights.data_ptr(),
-            residual.data_ptr(),
+            added,
             self._memory,
             first_piece,
         )
@@ -158,7 +169,12 @@ class LaunchPlan:
             n for entry, arg in (*stages, *choice.stages) for n in (entry.address, address_of(arg))
         ]
         entries += [n for address in choice.chosen_addresses for n in (0, address)]
-        return LayerCalls([*entries, *region.entries], of_tokens, shared, choice, region.calls)
+        entries += region.entries
+        total = None if layer.shared is None else layer.residual_sum(residual.data_ptr(), rows)
+        if total is not None:
+            entries += [total[0].address, address_of(total[1])]
+        last = None if total is None else total[1]
+        return LayerCalls(entries, of_tokens, counted, choice, region.calls, last)
 
     def _make_copies(self) -> None:
         """Copy all arguments, and make the call of the kernel `copy_calls`."""
@@ -196,7 +212,7 @@ class LaunchPlan:
                     for stage, name in some:
                         target = begins[stage] + _offset(of_token[stage], name)
                         yield PatchedArgument(target, base, offset)
-            for arguments, name in calls.shared:
+            for arguments, name in calls.counted:
                 yield PatchedArgument(next(at) + _offset(arguments, name), COUNT)
             chosen += [next(at) + _offset(choice, "chosen") for choice in calls.choice.choices]
             begin = next(at)
@@ -209,6 +225,11 @@ class LaunchPlan:
             for i in range(1, STEP_INDEX):
                 yield PatchedArgument(tables + i, TABLES + i - 1)
             yield PatchedArgument(tables + STEP_INDEX, STEP, n)
+            if (total := calls.total) is not None:
+                begin = next(at)
+                yield PatchedArgument(begin + _offset(total, "y"), OUT, out)
+                yield PatchedArgument(begin + _offset(total, "sum"), OUT, out)
+                yield PatchedArgument(begin + _offset(total, "more"), COUNT, -1)
         self._chosen = np.array(chosen).reshape(len(self._layers), self.rows)
 
     @property
@@ -301,6 +322,11 @@ class LaunchPlan:
         kernel_entry("run_stages")(address_of(region))
         counts = [calls.experts.search.found for calls in self._calls[first:]]
         return counts[: counts.index(0)] if 0 in counts else counts
+
+    def shared(self, layer: int) -> Callable[[], Tensor] | None:
+        """Return what returns the output of a layer's shared expert [tokens, hidden]."""
+        calls, count = self._shared[layer], int(self._bases[COUNT])
+        return None if calls is None else lambda: calls.out[:count]
 
     def choice(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the expert ids and gate weights that were chosen in a layer, [tokens, top_k]."""

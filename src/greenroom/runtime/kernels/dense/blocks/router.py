@@ -1,6 +1,10 @@
-"""A compiled softmax and top-k router of an MoE block, for one token.
+"""A compiled top-k router of an MoE block, for one token.
 
     softmax of x @ w.T in float32, its top k, possibly divided by their sum, cast
+
+or, where the router has a bias for its choice and computes in float32 throughout,
+
+    sigmoid of x @ w.T for the top k of sigmoid + bias, perhaps divided by their sum, times a factor
 
 In the parallel region that computes its input (decoder.py) the router takes only as long as reading
 its weights; torch's five operations take ten times as long after a group of experts has evicted the
@@ -16,14 +20,16 @@ as those of predictors do, this forward is called, so that hooks do not change t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
+from greenroom.runtime.kernels.dense.blocks.router_call import RouterCall
 from greenroom.runtime.kernels.dense.module_check import InputHook, ModuleCheck
 from greenroom.runtime.kernels.dense.stored import MatrixRecord
 from greenroom.runtime.kernels.launch import sequence
@@ -33,72 +39,19 @@ from greenroom.runtime.kernels.native.library import library
 _TRIALS = 48
 _AGREE = 45  # trials: a last bit may decide between two experts
 _NEAR = 2e-2
+_LEAST_SUM = 1e-20  # added to the sum of a sigmoid router's gate weights
 _ODD = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 
 
-class RouterCall:
-    """One choice of some tokens' experts: the kernel calls that compute it, and its result.
+class RouterSettings(NamedTuple):
+    """How a router makes gate weights from the chosen scores.
 
-    Run the kernel calls in `stages`, then call `result`.
+    summed: are they divided by their sum?
+    scale:  by which they are multiplied then
     """
 
-    __slots__ = ("_products", "_router", "choices", "ids", "stages", "weights")
-
-    def __init__(self, router: CompiledRouter, x: int, tokens: int = 1) -> None:
-        """Make the kernel calls that choose experts for hidden states [tokens, H] at address x."""
-        self._router = router
-        self.ids = torch.empty(tokens, router.top_k, dtype=torch.int64)
-        self.weights = torch.empty(tokens, router.top_k, dtype=router.dtype)
-        self._products = router.memory_of(tokens)()  # faster than torch.empty
-        product = router.copy_product(router.product)
-        product.x, product.out, product.rows = x, ctypes.addressof(self._products), tokens
-        results = (product.out, self.ids.data_ptr(), self.weights.data_ptr())
-        self.choices = [router.choice_of(token, *results) for token in range(tokens)]
-        self.stages: tuple[sequence.Stage, ...] = (
-            (router.multiply, product),
-            (router.select, self.choices[0])
-            if tokens == 1
-            else sequence.batch_stage(router.select_rows, self.choices),
-        )
-
-    @property
-    def is_chosen(self) -> bool:
-        """Check that the kernel has chosen the experts, rather than leave a choice to torch."""
-        return all(choice.chosen for choice in self.choices)
-
-    def result(self, tokens: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the chosen expert ids and their gate weights, both [tokens, top_k].
-
-        tokens: of how many tokens; the default is all
-
-        If the kernel could not choose, torch's operations choose from the router's logits.
-        """
-        for token, choice in enumerate(self.choices[:tokens]):
-            if not choice.chosen:
-                self._choose_by_torch(token)
-        return self.ids[:tokens], self.weights[:tokens]
-
-    def choose_by_torch(self) -> tuple[Tensor, Tensor]:
-        """Choose experts from the router's logits by torch's operations: (ids, gate weights)."""
-        for token in range(len(self.choices)):
-            self._choose_by_torch(token)
-        return self.ids, self.weights
-
-    def _choose_by_torch(self, token: int) -> None:
-        row = slice(token, token + 1)
-        self.ids[row], self.weights[row] = self._router.choose_by_torch(self.products[row])
-
-    @property
-    def chosen_addresses(self) -> list[int]:
-        """Return the address of each token's int64 that is 0 if torch must choose."""
-        offset = type(self.choices[0]).chosen.offset
-        return [ctypes.addressof(choice) + offset for choice in self.choices]
-
-    @property
-    def products(self) -> Tensor:
-        """Return the router's logits [tokens, experts], rounded to the model's type."""
-        flat = torch.frombuffer(self._products, dtype=self._router.weight.dtype)
-        return flat.view(len(self.choices), -1)
+    summed: bool
+    scale: float = 1.0
 
 
 class CompiledRouter:
@@ -108,39 +61,54 @@ class CompiledRouter:
     """
 
     def __init__(
-        self, module: nn.Module, top_k: int, summed: bool, dtype: torch.dtype, scored: bool = False
+        self,
+        module: nn.Module,
+        top_k: int,
+        settings: RouterSettings,
+        dtype: torch.dtype,
+        scored: bool = False,
     ) -> None:
         """Make the compiled forward of an MoE router.
 
-        summed: are gate weights divided by their sum?
         dtype: type of the gate weights
         scored: is the module's first output the softmax over all experts, rather than the logits?
         """
-        self.module, self.top_k, self.summed, self.dtype = module, top_k, summed, dtype
+        self.module, self.top_k, self.settings, self.dtype = module, top_k, settings, dtype
         self._scored, self._original = scored, type(module).forward
         self.weight: Tensor = module._parameters["weight"]  # type: ignore[assignment]
+        self._bias = _choice_bias(module)
+        self.in_float32 = self._bias is not None
+        self.logits = torch.float32 if self.in_float32 else self.weight.dtype
+        self._tensors_check = ModuleCheck()
+        self._tensors_check.require_weight(module)
+        for name, buffer in module._buffers.items():
+            self._tensors_check.require_same(module._buffers, name, buffer)
         self._check = ModuleCheck()
-        self._check.require_weight(module)
+        self._check.include(self._tensors_check)
         self._check.require_no_hooks(module)
         self.multiply = kernel_entry("linear", self.weight.dtype)
-        self.select = kernel_entry("select", self.weight.dtype)
+        self.select = kernel_entry("select", self.logits)
         linear = library().structure("LinearCall")
         self.copy_product = linear.from_buffer_copy
         self._matrix = MatrixRecord(self.weight)
         self.product = linear(matrix=self._matrix.address, rows=1)
         self.product.outputs, self.product.inputs = self.weight.shape
-        self.select_rows = kernel_entry("select_rows", self.weight.dtype)
-        self._row = len(self.weight) * self.weight.itemsize  # bytes of a token's logits
+        self.select_rows = kernel_entry("select_rows", self.logits)
+        self._row = len(self.weight) * self.logits.itemsize  # bytes of a token's logits
         structure = library().structure("Choice")
         self._copy_choice = structure.from_buffer_copy
         self.choice = structure(
             experts=len(self.weight),
             top_k=top_k,
-            summed=summed,
+            summed=settings.summed,
             wide=dtype is torch.float32,
             knows_ties=True,
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            least_sum=0 if self._bias is None else _LEAST_SUM,
+            scale=settings.scale,
         )
-        self.choice.knows_ties = self.knows_ties = _ties_match_torch(self)
+        # Equal sums in float32 are too rare to be worth torch's order.
+        self.choice.knows_ties = self.knows_ties = not self.in_float32 and _ties_match_torch(self)
 
     @staticmethod
     def of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> CompiledRouter | None:
@@ -149,8 +117,9 @@ class CompiledRouter:
         `shape` and `dtype` are those of the router's input for one token.
         """
         weight = module._parameters.get("weight")
-        parts = len(module._parameters), len(module._buffers), len(module._modules)
-        if parts != (1, 0, 0) or weight is None or weight.dtype is not dtype:
+        if len(module._parameters) != 1 or module._modules or weight is None:
+            return None
+        if weight.dtype is not dtype or (module._buffers and _choice_bias(module) is None):
             return None
         if weight.dim() != 2 or weight.shape[1] != shape[-1] or weight.device.type != "cpu":
             return None
@@ -193,7 +162,7 @@ class CompiledRouter:
     def observed_check(self) -> ModuleCheck:
         """Return a check like `check` that allows hooks which only read the router's input."""
         guard = ModuleCheck()
-        guard.require_same(self.module._parameters, "weight", self.weight)
+        guard.include(self._tensors_check)
         guard.require_input_hooks(self.module)
         self._require_forward(guard)
         return guard
@@ -227,7 +196,7 @@ class CompiledRouter:
             or x.dtype is not self.weight.dtype
             or not x.is_contiguous()
             or torch.is_grad_enabled()
-            or self.module._parameters["weight"] is not self.weight
+            or not self._tensors_check.passes()
         ):
             return self._original(self.module, x, *args, **kwargs)
         call = RouterCall(self, x.data_ptr())
@@ -237,17 +206,37 @@ class CompiledRouter:
 
     def all_scores(self, products: Tensor) -> Tensor:
         """Compute the router module's output for all experts from its logits."""
-        return products.softmax(-1, dtype=torch.float32) if self._scored else products
+        if self._scored and not self.in_float32:
+            return products.softmax(-1, dtype=torch.float32)
+        return products
 
     def choose_by_torch(self, products: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts from the router's logits [1, experts] by torch's operations.
 
         Return (expert ids, gate weights), both [1, top_k].
         """
-        values, ids = products.softmax(-1, dtype=torch.float32).topk(self.top_k, dim=-1)
-        if self.summed:
-            values = values / values.sum(-1, keepdim=True)
-        return ids, values.to(self.dtype)
+        if self._bias is None:
+            values, ids = products.softmax(-1, dtype=torch.float32).topk(self.top_k, dim=-1)
+            if self.settings.summed:
+                values = values / values.sum(-1, keepdim=True)
+            return ids, values.to(self.dtype)
+        scores = products.sigmoid()
+        ids = (scores + self._bias).topk(self.top_k, dim=-1, sorted=False).indices
+        values = scores.gather(1, ids)
+        if self.settings.summed:
+            values = values / (values.sum(-1, keepdim=True) + _LEAST_SUM)
+        return ids, (values * self.settings.scale).to(self.dtype)
+
+
+def _choice_bias(module: nn.Module) -> Tensor | None:
+    """Return a router's only buffer if it can be a bias for the choice of experts [experts]."""
+    buffers = list(module._buffers.values())
+    bias = buffers[0] if len(buffers) == 1 else None
+    weight = module._parameters.get("weight")
+    if bias is None or weight is None or bias.shape != weight.shape[:1]:
+        return None
+    fits = bias.dtype is torch.float32 and bias.is_contiguous() and bias.device.type == "cpu"
+    return bias if fits else None
 
 
 _TIES: dict[Hashable, bool] = {}  # verdicts of `_ties_match_torch` by kind of router
@@ -274,7 +263,7 @@ def _tie_agrees(router: CompiledRouter, random: torch.Generator) -> bool:
     return call.is_chosen and torch.equal(ours, expected)
 
 
-_SETTINGS: dict[Hashable, bool] = {}  # by kind of router: are its gate weights summed?
+_SETTINGS: dict[Hashable, RouterSettings] = {}  # by kind of router
 
 
 @torch.no_grad()
@@ -288,13 +277,18 @@ def _find_router(
     """
     inputs = _inputs(shape, dtype)
     kind = _kind(module, shape, dtype)
-    if (summed := _SETTINGS.get(kind)) is not None:
-        router = _agreeing(module, inputs[[0, -1]], (summed,), 2)
+    if (settings := _SETTINGS.get(kind)) is not None:
+        router = _agreeing(module, inputs[[0, -1]], (settings,), 2)
         if router is not None:
             return router
-    router = _agreeing(module, inputs.clone(), (True, False), _AGREE)
+    scales = {1.0}
+    if module._buffers:
+        numbers = (each for each in vars(module).values() if type(each) in (int, float))
+        scales.update(float(each) for each in numbers if each > 0)
+    options = [RouterSettings(*each) for each in product((True, False), sorted(scales))]
+    router = _agreeing(module, inputs.clone(), options, _AGREE)
     if router is not None:
-        _SETTINGS[kind] = router.summed
+        _SETTINGS[kind] = router.settings
     return router
 
 
@@ -316,11 +310,11 @@ def _kind(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Hash
 
 
 def _agreeing(
-    module: nn.Module, inputs: Tensor, options: tuple[bool, ...], least: int
+    module: nn.Module, inputs: Tensor, options: Sequence[RouterSettings], least: int
 ) -> CompiledRouter | None:
     """Compile a router that agrees with its module on at least so many inputs.
 
-    `options` are the values of `summed` to try.
+    `options` are the settings to try.
     """
     forward = type(module).forward
     try:
@@ -330,9 +324,9 @@ def _agreeing(
     if not all(answers):
         return None
     first, weights, ids = answers[0]  # type: ignore[misc]
-    for summed in options:
+    for settings in options:
         router = CompiledRouter(
-            module, ids.shape[1], summed, weights.dtype, first.dtype is torch.float32
+            module, ids.shape[1], settings, weights.dtype, first.dtype is torch.float32
         )
         pairs = zip((router.forward(x) for x in inputs), answers, strict=True)
         if sum(_agrees(mine, answer) for mine, answer in pairs) >= least:

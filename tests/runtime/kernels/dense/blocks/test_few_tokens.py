@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from greenroom.runtime.kernels.dense.token_blocks import call_for_tokens
+from greenroom.runtime.kernels.dense.blocks.few_tokens import call_for_tokens
 
 HIDDEN = 64
 

@@ -7,14 +7,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import DeepseekV3Config, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+)
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from greenroom.runtime.kernels.dense import router
-from greenroom.runtime.kernels.dense.router import CompiledRouter, RouterCall
+from greenroom.runtime.kernels.dense.blocks import router
+from greenroom.runtime.kernels.dense.blocks.router import CompiledRouter
+from greenroom.runtime.kernels.dense.blocks.router_call import RouterCall
 from greenroom.runtime.kernels.launch import sequence
 
 HIDDEN = 96
@@ -172,6 +180,89 @@ def test_routers_of_other_kinds_are_not_compiled():
     assert (
         CompiledRouter.of(nn.Linear(HIDDEN, 8, bias=False).bfloat16(), ONE, torch.bfloat16) is None
     )
+
+
+def glm(summed: bool = True, scale: float = 1.5, groups: int = 1) -> Any:
+    return Glm4MoeConfig(
+        hidden_size=HIDDEN,
+        n_routed_experts=64,
+        num_experts_per_tok=6,
+        norm_topk_prob=summed,
+        routed_scaling_factor=scale,
+        n_group=groups,
+        topk_group=1,
+    )
+
+
+def glm_router(config: Any, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    module = router_of(Glm4MoeTopkRouter, config, dtype)
+    module.e_score_correction_bias = torch.randn(64) * 0.3
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("summed", "scale"), [(True, 1.0), (True, 2.5), (False, 1.5)])
+def test_sigmoid_routers_choose_by_score_and_bias(summed, scale, dtype, monkeypatch):
+    module = glm_router(glm(summed, scale), dtype)
+    ours = CompiledRouter.of(module, ONE, dtype)
+    assert ours is not None
+    assert ours.settings == (summed, scale)
+    monkeypatch.setattr(CompiledRouter, "choose_by_torch", None)  # no choice is left to torch
+    same = 0
+    for scale in (0.1, 1, 10):
+        for _ in range(100):
+            x = (torch.randn(1, HIDDEN) * scale).to(dtype)
+            _, weights, ids = module(x)
+            mine = ours(x)
+            assert mine[1].dtype == weights.dtype == torch.float32
+            expected, got = dense((ids, weights), module), dense(mine, module)
+            same += torch.allclose(got, expected, rtol=1e-5, atol=0)
+    assert same >= 298
+
+
+def test_the_forward_of_a_sigmoid_router_has_the_module_s_outputs():
+    module = glm_router(glm())
+    ours = CompiledRouter.of(module, ONE, torch.bfloat16)
+    x = torch.randn(1, HIDDEN).bfloat16()
+    for mine, expected in zip(ours.forward(x), module(x), strict=True):
+        assert mine.shape == expected.shape
+        assert mine.dtype == expected.dtype
+    assert torch.allclose(ours.forward(x)[0], module(x)[0], rtol=1e-4, atol=1e-4)
+    call = RouterCall(ours, torch.randn(3, HIDDEN).bfloat16().data_ptr(), 3)
+    assert call.products.dtype is torch.float32
+
+
+def test_equal_scores_of_a_sigmoid_router_are_left_to_torch():
+    module = glm_router(glm())
+    module.e_score_correction_bias = torch.zeros(64)
+    ours = CompiledRouter.of(module, ONE, torch.bfloat16)
+    assert not ours.knows_ties
+    for x in (torch.zeros(1, HIDDEN), torch.full((1, HIDDEN), torch.nan)):
+        _, weights, ids = module(x.bfloat16())
+        mine = ours(x.bfloat16())
+        assert torch.equal(mine[0].sort().values, ids.sort().values)
+        assert torch.equal(mine[1], weights) or weights.isnan().all()
+
+
+def test_a_changed_bias_is_noticed():
+    module = glm_router(glm())
+    ours = CompiledRouter.of(module, ONE, torch.bfloat16)
+    assert ours.is_unchanged()
+    assert ours.check.passes()
+    module.e_score_correction_bias = torch.zeros(64)
+    assert not ours.is_unchanged()
+    assert not ours.check.passes()
+    assert not ours.observed_check.passes()
+    x = torch.randn(1, HIDDEN).bfloat16()
+    for mine, expected in zip(ours.forward(x), module(x), strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_sigmoid_routers_with_groups_are_not_compiled():
+    assert CompiledRouter.of(glm_router(glm(groups=8)), ONE, torch.bfloat16) is None
+    odd = glm_router(glm())
+    odd.e_score_correction_bias = torch.zeros(64, dtype=torch.float64)
+    assert CompiledRouter.of(odd, ONE, torch.bfloat16) is None
 
 
 class Scored(Qwen3MoeTopKRouter):

@@ -1,0 +1,1 @@
+"""Blocks of decoder layers after attention: MLPs, and MoE blocks with their routers."""
