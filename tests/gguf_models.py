@@ -26,6 +26,7 @@ from tests.ggml_blocks import HALVES, LARGE, set_scales
 from tests.models import make, save_tokenizer
 
 ARCHITECTURES = {
+    "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "minimax_m2": "minimax-m2",
     "qwen2_moe": "qwen2moe",
@@ -51,6 +52,12 @@ NAMES = {  # transformers' names inside a layer -> llama.cpp's
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -114,6 +121,16 @@ def write_model(path: Path, model: Any, types: dict[str, str]) -> Path:
         )
     if name == "qwen3_5_moe_text":
         _add_linear_attention(writer, config)
+    if name == "glm4_moe":
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        rotary = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+        writer.add_rope_dimension_count(rotary)
     _tokenizer(writer, path.parent, config.vocab_size)
     named = tensors(model)
     for key, tensor in (_qwen35(named, config) if arch == "qwen35moe" else named).items():
@@ -140,7 +157,7 @@ def tensors(model: Any) -> dict[str, Tensor]:
         _, _, layer, inner = name.split(".", 3)
         stem, _, suffix = inner.rpartition(".")
         oss = model.config.model_type == "gpt_oss"
-        after = oss or model.config.model_type == "qwen3_5_moe_text"
+        after = model.config.model_type in ("gpt_oss", "qwen3_5_moe_text", "glm4_moe")
         if stem == "mlp.experts":
             kind = "bias" if suffix.endswith("_bias") else "weight"
             tensor = tensor.transpose(1, 2) if oss and kind == "weight" else tensor
@@ -156,7 +173,7 @@ def tensors(model: Any) -> dict[str, Tensor]:
             named[f"blk.{layer}." + ("ssm_a" if suffix == "A_log" else "ssm_dt.bias")] = tensor
         elif after and stem == "post_attention_layernorm":
             named[f"blk.{layer}.post_attention_norm.weight"] = tensor
-        elif inner == "mlp.e_score_correction_bias":
+        elif suffix == "e_score_correction_bias":
             named[f"blk.{layer}.exp_probs_b.bias"] = tensor
         elif stem in NAMES:
             one = tensor[0] if stem.endswith("shared_expert_gate") else tensor

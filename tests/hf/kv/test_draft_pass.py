@@ -59,8 +59,10 @@ def test_each_token_has_the_bits_of_a_pass_of_its_own(name: str, dtype: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "IQ3_S"])
-def test_stored_formats_have_the_same_bits_too(kind: str, tmp_path: Any) -> None:
-    path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": kind})
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+def test_stored_formats_have_the_same_bits_too(name: str, kind: str, tmp_path: Any) -> None:
+    options = {"n_group": 1} if name == "glm4_moe" else {}
+    path = write(tmp_path / "tiny.gguf", name, {"": kind}, **options)
     with attached(path, stored=True) as model:
         compare(model)
 
@@ -153,10 +155,12 @@ def test_blocks_with_such_a_router_are_called_once_for_all_tokens(monkeypatch: A
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "IQ3_S"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
 def test_resident_stored_formats_have_the_same_bits_too(
-    kind: str, regions: list[tuple[int, int]], tmp_path: Any
+    name: str, kind: str, regions: list[tuple[int, int]], tmp_path: Any
 ) -> None:
-    path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": kind})
+    options = {"n_group": 1, "first_k_dense_replace": 0} if name == "glm4_moe" else {}
+    path = write(tmp_path / "tiny.gguf", name, {"": kind}, **options)
     with attached(path, stored=True, **RESIDENT) as model:
         compare_resident(model, regions)
 
