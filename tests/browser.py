@@ -76,7 +76,7 @@ def visit(browser: Any) -> Iterator[Visit]:
             return page
 
         yield open_page
-        assert not problems
+        assert not problems, problems
 
 
 def until(page: Any, expression: str) -> None:
