@@ -39,7 +39,7 @@ def page(
     rows:    the results of `cells`
     command: the command line, which the report shows
     """
-    trace, counted = study.trace, replace(study, costs=None)
+    trace, counted = study.trace, replace(study, costs=None, speculates=False)
     title, experts = str(trace.meta.get("model", source.name)), int(trace.offsets[-1])
     least = 1 if study.scope == "shared" else trace.layers
     points = list(curve_capacities([cell.capacity for cell in cells], experts, least))
