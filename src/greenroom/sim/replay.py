@@ -104,7 +104,9 @@ def replay(
             if last in watched:
                 residents.append(state.slot_of >= 0)
         exported = None if learned is None else policy.export_learned(memory)
-    return ReplayResult(stream.pieces.size, misses, missed if detail else None, exported, residents)
+    return ReplayResult(
+        stream.pieces.size, misses, missed if detail else None, exported, np.array(residents)
+    )
 
 
 def _empty_cache(
