@@ -31,14 +31,14 @@ class ReplayResult:
     An expert request is for one expert in one step. `missed` says for each of them whether it was a
     miss; it is None unless the replay was called with `detail`. `learned` is what the policy has
     learned; it is None unless the replay was called with `learned`. `residents` says which experts
-    were in the cache after each step of `watch`, [watched steps, experts].
+    were in the cache after each step of `watch`, each [experts].
     """
 
     requests: int
     misses: int
     missed: NDArray[np.bool_] | None = None
     learned: Arrays | None = None
-    residents: NDArray[np.bool_] | None = None
+    residents: Sequence[NDArray[np.bool_]] = ()
 
     @property
     def miss_ratio(self) -> float:
@@ -104,9 +104,7 @@ def replay(
             if last in watched:
                 residents.append(state.slot_of >= 0)
         exported = None if learned is None else policy.export_learned(memory)
-    return ReplayResult(
-        stream.pieces.size, misses, missed if detail else None, exported, np.array(residents)
-    )
+    return ReplayResult(stream.pieces.size, misses, missed if detail else None, exported, residents)
 
 
 def _empty_cache(

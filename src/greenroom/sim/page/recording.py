@@ -31,7 +31,6 @@ def recording(study: Study, cell: Cell, title: str, last: int | None = None) -> 
     begins = np.append(ends[first - 1] if first else 0, stops[:-1])
     played = study.replay(cell, detail=True, watch=stops.tolist())
     assert played.missed is not None
-    assert played.residents is not None
     step = np.repeat(np.arange(requests.layer.size), np.diff(requests.starts))
     counts = np.zeros((2, numbers.size, layers), np.int64)
     where = played.missed.astype(np.int64), np.searchsorted(stops, step, "right")
