@@ -18,7 +18,7 @@ help:
 	@echo "make interpreted  what is for a GPU, on a CPU: Triton's kernels in its interpreter, the GPU report"
 	@echo "make native  compile the kernels in C++ (folder native/), if they changed"
 	@echo "make portable  the kernels compiled for aarch64, and compared in an emulator with those for AVX2"
-	@echo "make browser  the live page in Chromium, which is installed by apt-get where that is allowed"
+	@echo "make browser  the live page and the report of simulate in Chromium, which is installed by apt-get where that is allowed"
 	@echo "make ray     deploy/ray.py on a Ray cluster of three nodes in processes; installs Ray"
 	@echo "make bench-smoke  every script of benchmarks/ on tiny inputs"
 	@echo "make fuzz    damaged files and requests of every format that is read (FUZZ_SECONDS=N, FUZZ_INPUTS=N)"
@@ -147,14 +147,14 @@ portable: $(READY) native
 	@cmake --build build/aarch64
 	$(BIN)/python -m pytest -m portable tests/runtime/kernels/native
 
-# The live page in a real browser, driven by Playwright. The browser is Debian's, not Playwright's own.
+# The live page and the report in a real browser, driven by Playwright. The browser is Debian's, not Playwright's own.
 browser: $(READY) native
 	@command -v chromium > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || \
 		{ apt-get update && apt-get install --yes --no-install-recommends chromium; } > /dev/null || true
 	@command -v chromium > /dev/null || echo "make browser: skipped, because there is no chromium: apt-get install chromium"
 	! command -v chromium > /dev/null || { \
 		$(BIN)/python -m pip install --quiet --constraint constraints.txt playwright && \
-		$(BIN)/python -m pytest -m browser --durations=10 tests/server/page; }
+		$(BIN)/python -m pytest -m browser --durations=10 tests/server/page tests/sim/page; }
 
 # Replicas of the server on a Ray cluster whose nodes are processes. One cluster for all tests.
 ray: $(READY) native

@@ -1,12 +1,15 @@
 """Cost of the live page: bytes a second, and processor time with and without a page that watches.
 
     python benchmarks/live_page.py [--model demo] [--cache 25%] [--seconds 10] [--rounds 4]
+    python benchmarks/live_page.py --frames
 
 Starts `greenroom serve`, and measures intervals in turn: without a page and with one, while the
 server is idle and while it generates. Frames are made and sent in the thread of the event loop, so
 the difference of its processor time is what a page costs. Processor time is in percent of one core.
 
-The second table is of frames alone, without a server, for grids of layers and experts.
+The second table is of frames alone (`EngineFrames.frame`), without a server, for shapes of models:
+a scheduler of that shape with a quarter of its experts in memory, prefetching on, 24 requests in
+the frame, and every expert used since the last one. `--frames` measures this table only.
 """
 
 from __future__ import annotations
@@ -22,22 +25,31 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from common import commit, machine, note, table
 
-from greenroom.core.scheduler.view import ExpertState
-from greenroom.hf.attach.snapshot import by_layer
+from greenroom.config import ServeConfig
+from greenroom.core.cache.state import preload
+from greenroom.core.pieces import Pieces
+from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.policies import policy
+from greenroom.runtime.driver.meter import LinkMeter
 from greenroom.server.http.streams import event
 from greenroom.server.page.broadcast import BYTES_PER_S, FRAME_S
-from greenroom.server.page.frames import (
-    LevelSlices,
-    flags_text,
-    states_text,
-)
+from greenroom.server.page.live import EngineFrames
 
-GRIDS = (8, 32), (48, 128), (61, 256), (61, 384)
+SHAPES = (8, 32), (48, 128), (94, 128), (61, 256), (61, 384)
+SERVER_HEAD = (
+    "server", "cpu", "loop without", "loop with", "page", "kB/s", "largest frame kB",
+)  # fmt: skip
+FRAMES_HEAD = (
+    "layers x experts", "frame kB", "frames/s", "kB/s", "ms a frame", "cpu", "cpu at 2 frames/s",
+)  # fmt: skip
+TOP_K, REPEATS = 8, 400
 PAUSE_S = 1.0  # between two intervals
 PROMPT = {"prompt": "Once upon a time", "max_tokens": 1500, "temperature": 0.8, "seed": 1}
 
@@ -136,32 +148,70 @@ def measure(args: argparse.Namespace, pid: int, url: str, what: str) -> list[str
     ]  # fmt: skip
 
 
+class StubEngine:
+    """An engine without a model; its scheduler and counters have a given shape."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self._random, count = np.random.default_rng(0), layers * experts
+        pieces = Pieces.unsplit(range(0, count + 1, experts), [1] * layers)
+        scheduler = Scheduler(pieces, count // 4, policy("lru"), ahead=4 * TOP_K)
+        resident = self._random.permutation(count)[: count // 4]
+        preload(scheduler.placement.cache.state, resident)
+        link = LinkMeter(nbytes=10**13, busy_s=98765.4321)
+        guard = SimpleNamespace(verdict="prefetching on: tokens took 15 % less time with it")
+        self.driver = SimpleNamespace(
+            pieces=pieces,
+            request_counts=self._random.integers(10**3, 10**5, count),
+            miss_counts=self._random.integers(10**5, 10**7, layers),
+            meter=SimpleNamespace(layer_stalls=[12345.678] * layers, links=[link]),
+            predictions=SimpleNamespace(foresight=SimpleNamespace(on=True), guard=guard),
+            scheduler=scheduler,
+        )
+        need = SimpleNamespace(staging=10**9, workspace=10**9)
+        self.greenroom = SimpleNamespace(
+            driver=self.driver, capacity=count // 4, devices=[],
+            slot_budget=SimpleNamespace(first_block_needs=lambda: need),
+            setup=SimpleNamespace(cuda=False, budget_bytes=10**11,
+                                  catalog=SimpleNamespace(slot_bytes=10**7)),
+        )  # fmt: skip
+        self.admission = SimpleNamespace(reserved=10**9, prefixes=SimpleNamespace(nbytes=10**9))
+        self.model, self.was_ready = torch.nn.Module(), True
+        self.config = ServeConfig()
+        self.totals = SimpleNamespace(prompt_tokens=10**9, new_tokens=10**9, recent=[])
+
+    def use_all(self) -> None:
+        """Count a request for every expert."""
+        self.driver.request_counts += 1
+
+    def state(self) -> tuple[str, float, str]:
+        return "ready", 1.0, ""
+
+    def sequences(self) -> tuple[list[Any], list[Any]]:
+        request = SimpleNamespace(name="req_0123456789abcdef", max_new_tokens=9999)
+        one = SimpleNamespace(request=request, admitted=1.0, answered=1.0, arrived=0.5,
+                              prompt=9999, computed=9999, new=999)  # fmt: skip
+        return [one] * 8, [one] * 64
+
+
 def frame_row(layers: int, experts: int) -> list[str]:
-    """Measure the maps and layers of a frame for a grid of layers and experts."""
-    random, count = np.random.default_rng(0), layers * experts
-    offsets = np.arange(0, count + 1, experts)
-    uses = random.integers(0, 10**5, count)
-    states = random.integers(0, len(ExpertState), count)
-    slices = LevelSlices(offsets)
-    requests: Any = [["req_0123456789abcdef", "answer", 999, 999, 99, 999, 9.9]] * 8
+    """Measure frames of an engine of a shape: bytes and processor time."""
+    engine = StubEngine(layers, experts)
+    source = EngineFrames(engine, "large", controls=False)  # type: ignore[arg-type]
 
     def frame() -> bytes:
-        hits = by_layer(uses, offsets)
-        return event({
-            "t": 12345.678, "requests": requests, "hits": hits, "misses": hits,
-            "stalls": hits, "states": states_text(states), "used": flags_text(states > 1),
-            "levels": slices.encode(uses),
-        })  # fmt: skip
+        engine.use_all()
+        return event(source.frame())
 
-    size, repeats = max(len(frame()) for _ in range(8)), 200
-    begin = time.process_time()
-    for _ in range(repeats):
+    size, times = max(len(frame()) for _ in range(16)), []
+    for _ in range(REPEATS):
+        begin = time.process_time()
         frame()
-    took = (time.process_time() - begin) / repeats
-    every = max(FRAME_S, size / BYTES_PER_S)
+        times.append(time.process_time() - begin)
+    took, every = statistics.median(times), max(FRAME_S, size / BYTES_PER_S)
     return [
         f"{layers} x {experts}", f"{size / 1e3:.1f}", f"{1 / every:.1f}",
         f"{size / every / 1e3:.1f}", f"{1e3 * took:.2f}", f"{100 * took / every:.2f}",
+        f"{100 * took / FRAME_S:.2f}",
     ]  # fmt: skip
 
 
@@ -171,8 +221,16 @@ def main() -> None:
     parser.add_argument("--cache", default="25%")
     parser.add_argument("--seconds", type=float, default=10.0, help="of an interval")
     parser.add_argument("--rounds", type=int, default=4, help="pairs of intervals")
+    parser.add_argument("--frames", action="store_true", help="only the second table")
     args = parser.parse_args()
     print(f"{machine()}, {commit()}\n")
+    if not args.frames:
+        print(table(SERVER_HEAD, server_rows(args)) + "\n")
+    print(table(FRAMES_HEAD, [frame_row(*shape) for shape in SHAPES]))
+
+
+def server_rows(args: argparse.Namespace) -> list[list[str]]:
+    """Measure a server, idle and while it generates."""
     with served(args.model, ["--cache", args.cache]) as (pid, url):
         time.sleep(3 * PAUSE_S)
         rows = [measure(args, pid, url, "idle")]
@@ -180,10 +238,7 @@ def main() -> None:
         time.sleep(3 * PAUSE_S)
         rows.append(measure(args, pid, url, "generating"))
         load.on = False
-    head = ("server", "cpu", "loop without", "loop with", "page", "kB/s", "largest frame kB")
-    print(table(head, rows))
-    head = ("layers x experts", "frame kB", "frames/s", "kB/s", "ms a frame", "cpu")
-    print("\n" + table(head, [frame_row(*grid) for grid in GRIDS]))
+    return rows
 
 
 if __name__ == "__main__":

@@ -12,7 +12,18 @@ import pytest
 import greenroom
 
 ROOT = Path(greenroom.__file__).parent
-PURE = ["config", "errors", "core", "policies", "predictors", "trace", "sim", "plan", "study"]
+PURE = [
+    "config",
+    "errors",
+    "core",
+    "drawing",
+    "policies",
+    "predictors",
+    "trace",
+    "sim",
+    "plan",
+    "study",
+]
 HEAVY = ["torch", "transformers", "numpy", "numba", "safetensors", "huggingface_hub"]
 EXTRA = ["pyarrow", "pandas", "matplotlib"]  # the extra `study`
 

@@ -257,6 +257,20 @@ def test_a_report_of_times_and_of_caches_for_each_layer(
     assert "<th>TPOT p95</th>" in out.read_text()
 
 
+def test_a_report_with_speculation(cli: Run, machine: Path, tmp_path: Path):
+    """Its curves and its map are replays, which have no times and no drafts."""
+    repeating = small.trace([[-4, *[1] * 40]])
+    ids = np.resize([5, 6, 7, 8], repeating.tokens).astype(np.int32)
+    path, out = tmp_path / "a.trace", tmp_path / "out.html"
+    save(replace(repeating, token_ids=ids), path)
+    ran = cli(
+        "simulate", path, *LRU, "--speculate", "lookup", "--machine", machine,
+        "--expert-bytes", "1MB", "--report", out,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "Miss ratio by capacity" in out.read_text()
+
+
 @pytest.mark.skipif(not TRACES.is_dir(), reason="the recordings of real models are not here")
 def test_a_published_recording(cli: Run):
     ran = cli("simulate", TRACES / "mixtral-8x7b.npz", *LRU, "--json")

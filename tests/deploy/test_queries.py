@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,26 +117,33 @@ def test_panels_and_rules_are_complete() -> None:
     assert len({rule["alert"] for rule in rules()}) == len(rules())
 
 
-@pytest.fixture
-def scraped(tmp_path: Path) -> Iterator[str]:
-    """The metrics of `greenroom serve demo` after one answer."""
-    command = [sys.executable, "-m", "greenroom", "serve", "demo", "--memory", "1GiB", "--port",
-               "0", "--host", "127.0.0.1"]  # fmt: skip
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "GREENROOM_LEARNED": "off"}
+@contextmanager
+def served(folder: Path, *options: str) -> Iterator[str]:
+    """`greenroom serve demo` with its model loaded; the server's address."""
+    command = [sys.executable, "-m", "greenroom", "serve", "demo", "--port", "0", *options]
+    env = {**os.environ, "XDG_CACHE_HOME": str(folder), "GREENROOM_LEARNED": "off"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as server:
         assert server.stderr is not None
         try:
             line = next(line for line in server.stderr if "http://" in line)
+            threading.Thread(target=server.stderr.read, daemon=True).start()
             (url,) = re.findall(r"http://[0-9.:]+", line)
             until = time.monotonic() + LOAD_S
             while httpx2.get(f"{url}/health").status_code != 200:
                 assert time.monotonic() < until, "the server does not become ready"
                 time.sleep(0.1)
-            body = {"model": "demo", "prompt": "Once", "max_tokens": 4}
-            assert httpx2.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
-            yield httpx2.get(f"{url}/metrics").text
+            yield url
         finally:
             server.terminate()
+
+
+@pytest.fixture
+def scraped(tmp_path: Path) -> Iterator[str]:
+    """The metrics of `greenroom serve demo` after one answer."""
+    with served(tmp_path, "--memory", "1GiB") as url:
+        body = {"model": "demo", "prompt": "Once", "max_tokens": 4}
+        assert httpx2.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+        yield httpx2.get(f"{url}/metrics").text
 
 
 @pytest.mark.process

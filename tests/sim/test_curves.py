@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from greenroom.errors import UnknownName
 from greenroom.policies import policy
-from greenroom.sim.curves import lru_curve, opt_curve
+from greenroom.sim.curves import curve_capacities, lru_curve, opt_curve
 from greenroom.sim.replay import replay
 from tests.policies.reference import Step
 from tests.policies.streams import LAYERS, OFFSETS, as_stream, steps, tokens
@@ -55,3 +55,10 @@ def test_an_unknown_scope_is_an_error(curve):
     stream = as_stream(tokens(1, 3))
     with pytest.raises(UnknownName, match="unknown scope 'both'"):
         curve(stream, OFFSETS, scope="both")
+
+
+def test_curve_capacities_include_the_requested_ones_and_all_experts():
+    points = list(curve_capacities([7, 26], 100, 3))
+    assert points == sorted(set(points))
+    assert {7, 26, 100} <= set(points)
+    assert points[0] >= 3

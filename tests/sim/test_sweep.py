@@ -8,7 +8,7 @@ from greenroom.policies import policy
 from greenroom.sim import sweep as sweeping
 from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.sim.replay import replay
-from greenroom.sim.study import Cell, Study, capacities, curve_capacities, split_names
+from greenroom.sim.study import Cell, Study, capacities, split_names
 from greenroom.sim.sweep import sweep, sweep_on_ray
 from greenroom.trace import stream
 from tests.sim import small
@@ -130,10 +130,3 @@ def test_impossible_capacities_are_errors(text: str, message: str):
 def test_names_keep_their_options():
     text = "lru,moe-infinity:matching=request,capacity=50,lfu, fifo"
     assert split_names(text) == ["lru", "moe-infinity:matching=request,capacity=50", "lfu", "fifo"]
-
-
-def test_curve_capacities_include_the_requested_ones_and_all_experts():
-    points = list(curve_capacities([7, 26], 100, 3))
-    assert points == sorted(set(points))
-    assert {7, 26, 100} <= set(points)
-    assert points[0] >= 3

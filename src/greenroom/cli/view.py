@@ -58,8 +58,8 @@ def _recording(path: Path, config: ViewConfig) -> dict[str, Any]:
 
         return timeline_frames(path, path.name)
     from greenroom.policies import choose
-    from greenroom.server.page.trace_frames import trace_frames
-    from greenroom.sim.study import capacities
+    from greenroom.sim.page.recording import recording
+    from greenroom.sim.study import Cell, Study, capacities
     from greenroom.trace import load
 
     trace = load(path).head(config.limit or LIMIT)
@@ -67,8 +67,9 @@ def _recording(path: Path, config: ViewConfig) -> dict[str, Any]:
     size = capacities(config.cache or CACHE, experts, "--cache")
     if len(size) > 1:
         raise UsageError(f"--cache must be one size, got {config.cache}")
+    policy = choose(config.policy or "auto", size[0], experts)
     title = str(trace.meta.get("model", path.name))
-    return trace_frames(trace, title, size[0], choose(config.policy or "auto", size[0], experts))
+    return recording(Study.of(trace, "runtime"), Cell(policy, size[0]), title)
 
 
 def _is_json(path: Path) -> bool:

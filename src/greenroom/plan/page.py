@@ -9,8 +9,8 @@ from greenroom.config import show_bytes
 from greenroom.plan.estimate import Estimate
 from greenroom.plan.planner import Plan, Target
 from greenroom.plan.summary import COMPARISON_HEADER, CURVE_HEADER, comparison_row, curve_row
-from greenroom.sim.figures import HIGH, WIDE, plot
-from greenroom.sim.report import card, html_page, provenance_card, scrollable
+from greenroom.sim.page.figures import HIGH, WIDE, plot
+from greenroom.sim.page.report import card, html_page, provenance_card, scrollable
 from greenroom.sim.table import html_table, show_time
 
 

@@ -8,6 +8,7 @@ eviction.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -92,3 +93,14 @@ def _depths(stream: Stream, group_of: Ints, reset: bool, future: bool) -> Ints:
         following = next_uses(pieces, group_of.size) if future else np.empty(0, pieces.dtype)
         depths[part] = stack_depths(pieces, group_of, following)
     return depths
+
+
+def curve_capacities(requested: Sequence[int], experts: int, least: int) -> Iterator[int]:
+    """Yield the capacities of a curve in a chart: the requested ones, and twelve more.
+
+    The twelve are from 2% to 100% of the number of `experts`. Capacities below `least` are left
+    out.
+    """
+    shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+    points = {int(share * experts) for share in shares} | set(requested)
+    yield from sorted(point for point in points if point >= least)

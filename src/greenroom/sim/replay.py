@@ -30,13 +30,15 @@ class ReplayResult:
 
     An expert request is for one expert in one step. `missed` says for each of them whether it was a
     miss; it is None unless the replay was called with `detail`. `learned` is what the policy has
-    learned; it is None unless the replay was called with `learned`.
+    learned; it is None unless the replay was called with `learned`. `residents` says which experts
+    were in the cache after each step of `watch`, each [experts].
     """
 
     requests: int
     misses: int
     missed: NDArray[np.bool_] | None = None
     learned: Arrays | None = None
+    residents: Sequence[NDArray[np.bool_]] = ()
 
     @property
     def miss_ratio(self) -> float:
@@ -57,6 +59,7 @@ def replay(
     pinned: Sequence[tuple[int, Ints]] = (),
     learned: Arrays | None = None,
     resizes: Sequence[tuple[int, int]] = (),
+    watch: Sequence[int] = (),
 ) -> ReplayResult:
     """Replay expert requests through an initially empty cache, and count misses.
 
@@ -73,6 +76,7 @@ def replay(
     learned:  what the policy has learned in an earlier replay (empty: nothing), so that the result
               has what it has learned at the end; not with `reset`
     resizes:  (step, capacity) in ascending order: the capacity from that step on; not with `reset`
+    watch:    numbers of served steps, ascending and from 1 on, after which `residents` is read
 
     Releases the GIL. Raises UsageError for an impossible capacity, scope or pin, BudgetError if
     pinned experts leave no slot for others, and ValueError if `learned` does not fit.
@@ -84,15 +88,11 @@ def replay(
     _check_reset(reset, pinned, learned, resizes)
     loop, misses, exported = _bound_loop(policy), 0, None
     missed = np.zeros(stream.pieces.size if detail else 0, np.bool_)
+    residents, watched, cuts = [], {*watch}, sorted({*sizes_at, *watch})
     for begin, end in step_ranges(stream, reset):
-        state = empty_state(layer, sizes := sizes_at[0])
-        setup = policy.setup(layer, state.group_of, tuple(sizes), len(offsets) - 1, seed, stream)
-        memory = policy.build_state(setup)
-        if policy.preload is not None:
-            preload(state, policy.preload(setup))
-        if learned:
-            policy.restore_learned(memory, learned)
-        for first, last, stay in cut_ranges(_pinned_ranges(pinned, begin, end), list(sizes_at)):
+        sizes = sizes_at[0]
+        state, memory = _empty_cache(policy, offsets, sizes, seed, stream, learned)
+        for first, last, stay in cut_ranges(_pinned_ranges(pinned, begin, end), cuts):
             if sizes_at.get(first, sizes) != sizes:
                 sizes = sizes_at[first]
                 state = resize(state, memory, policy, layer, sizes, stream, first)
@@ -101,8 +101,26 @@ def replay(
             misses += loop(
                 state, memory, stream, first, last, pin == "step", missed, open_to, first == begin
             )
+            if last in watched:
+                residents.append(state.slot_of >= 0)
         exported = None if learned is None else policy.export_learned(memory)
-    return ReplayResult(stream.pieces.size, misses, missed if detail else None, exported)
+    return ReplayResult(stream.pieces.size, misses, missed if detail else None, exported, residents)
+
+
+def _empty_cache(
+    policy: Policy, offsets: Ints, sizes: list[int], seed: int, stream: Stream,
+    learned: Arrays | None,
+) -> tuple[CacheState, Any]:  # fmt: skip
+    """Return the states of an empty cache, and of its policy with what it has learned."""
+    layer = layer_of_ids(offsets)
+    state = empty_state(layer, sizes)
+    setup = policy.setup(layer, state.group_of, tuple(sizes), len(offsets) - 1, seed, stream)
+    memory = policy.build_state(setup)
+    if policy.preload is not None:
+        preload(state, policy.preload(setup))
+    if learned:
+        policy.restore_learned(memory, learned)
+    return state, memory
 
 
 def _sizes_at(
@@ -155,7 +173,7 @@ def _pinned_ranges(
 def cut_ranges(
     ranges: Sequence[tuple[int, int, Ints]], steps: Sequence[int]
 ) -> list[tuple[int, int, Ints]]:
-    """Cut ranges of steps (first, end, pinned experts) where the cache gets another size."""
+    """Cut ranges of steps (first, end, pinned experts) before each of some steps, ascending."""
     cut = []
     for first, end, pinned in ranges:
         inside = [step for step in steps if first < step < end]

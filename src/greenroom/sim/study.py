@@ -7,7 +7,7 @@ simulation is event by event (`event_driven.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -66,6 +66,10 @@ class Cell:
         """Return the name of the cell's eviction policy."""
         return self.policy if isinstance(self.policy, str) else self.policy.name
 
+    @property
+    def rule(self) -> Policy:
+        return policy(self.policy) if isinstance(self.policy, str) else self.policy
+
 
 @dataclass(frozen=True, slots=True)
 class Study(EventOptions):
@@ -106,25 +110,15 @@ class Study(EventOptions):
         """
         if self.speculates:
             return self._with_drafts(cell).run(cell)
-        chosen = policy(cell.policy) if isinstance(cell.policy, str) else cell.policy
-        options: Any = {
-            "scope": self.scope, "pin": cell.pin, "seed": self.seed, "reset": self.reset,
-        }  # fmt: skip
+        chosen = cell.rule
         result: ReplayResult | SimulatedTimes
         timed: dict[str, Any] = {}
         if self.costs is None:
-            pinned = pinned_by_step(self.trace, self.requests, self.pins) if self.pins else ()
-            tokens = [token for token, _ in self.resizes]
-            steps = steps_of(self.trace, self.requests, self.order, tokens)
-            resizes = [(step, n) for step, (_, n) in zip(steps, self.resizes, strict=True)]
-            result = replay(
-                self.requests, self.trace.offsets, cell.capacity, chosen, pinned=pinned,
-                resizes=resizes, **options,
-            )  # fmt: skip
+            result = self.replay(cell)
         elif not self._needs_events(cell):
             result = time_trace(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
-                **options,
+                scope=self.scope, pin=cell.pin, seed=self.seed, reset=self.reset,
             )  # fmt: skip
             timed = {"prefetch": OFF, **result.as_json()}
         else:
@@ -150,6 +144,22 @@ class Study(EventOptions):
             "miss_ratio": result.misses / result.requests if result.requests else 0.0,
             **timed,
         }
+
+    def replay(self, cell: Cell, **more: Any) -> ReplayResult:
+        """Count the misses of one policy and capacity; `more` are further options of `replay`."""
+        return replay(
+            self.requests, self.trace.offsets, cell.capacity, cell.rule, scope=self.scope,
+            pin=cell.pin, seed=self.seed, reset=self.reset, resizes=self.resized_steps(),
+            pinned=pinned_by_step(self.trace, self.requests, self.pins) if self.pins else (),
+            **more,
+        )  # fmt: skip
+
+    def resized_steps(self) -> list[tuple[int, int]]:
+        """Return the steps from which the cache has another size, and these sizes."""
+        tokens, sizes = [token for token, _ in self.resizes], [size for _, size in self.resizes]
+        return list(
+            zip(steps_of(self.trace, self.requests, self.order, tokens), sizes, strict=True)
+        )
 
     def _with_drafts(self, cell: Cell) -> Study:
         """Return the study with the passes that verify drafts.
@@ -271,17 +281,6 @@ def split_names(text: str) -> list[str]:
         else:
             result.append(item.strip())
     return result
-
-
-def curve_capacities(requested: Sequence[int], experts: int, least: int) -> Iterator[int]:
-    """Yield the capacities of a curve in a chart: the requested ones, and twelve more.
-
-    The twelve are from 2% to 100% of the number of `experts`. Capacities below `least` are left
-    out.
-    """
-    shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-    points = {int(share * experts) for share in shares} | set(requested)
-    yield from sorted(point for point in points if point >= least)
 
 
 def study_of(config: SimulateConfig, trace: Trace, machine: Machine | None) -> Study:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,35 +15,20 @@ import pytest
 
 from greenroom.cli import main
 from greenroom.config import LoadConfig, ServeConfig, ZipfConfig
-from greenroom.policies import policy
 from greenroom.server.engine.start import start
 from greenroom.server.page.timeline_frames import timeline_frames
-from greenroom.server.page.trace_frames import trace_frames
 from greenroom.server.page.viewer import Viewer
+from greenroom.sim.page.recording import recording
+from greenroom.sim.study import Cell, Study
 from greenroom.trace.synth import zipf
+from tests.browser import CONTRAST, Visit, save, text, until
 from tests.server.conftest import DEMO, NAME, Running, launch
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
-CHROMIUM = shutil.which("chromium")
 KEY = "sk-greenroom-test"
-SCREENSHOTS = Path(__file__).parents[3] / "build" / "screenshots"
 NARROW = {"width": 360, "height": 740}
-PATIENCE_MS = 30_000
 HITS = "/Layer: [\\d,]+ hits, [\\d,]+ misses \\([\\d.]+ %\\)/"
 PROMPT: Any = {"model": NAME, "prompt": "Once upon a time", "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium")
-    with playwright.sync_playwright() as driver:
-        instance = driver.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield instance
-        instance.close()
 
 
 @pytest.fixture(scope="module")
@@ -80,62 +64,9 @@ def server(engine: Any) -> Iterator[Running]:
         yield running
 
 
-Visit = Callable[..., Any]
-
-
-@pytest.fixture
-def visit(browser: Any) -> Iterator[Visit]:
-    """`visit(url)` opens a page. It must ask no other server and have no error but `expected`."""
-    problems: list[str] = []
-    with ExitStack() as stack:
-
-        def open_page(url: str, expected: str = "^$", **context: Any) -> Any:
-            tab = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **context})
-            stack.callback(tab.close)
-            page = tab.new_page()
-            page.set_default_timeout(PATIENCE_MS)
-
-            def note(kind: str, text: str) -> None:
-                if not re.search(expected, text):
-                    problems.append(f"{kind}: {text}")
-
-            page.on("console", lambda message: (
-                note(message.type, message.text) if message.type in ("error", "warning") else None
-            ))  # fmt: skip
-            page.on("pageerror", lambda error: note("exception", str(error)))
-            page.on("request", lambda request: (
-                None if request.url.startswith(url + "/") else note("request", request.url)
-            ))  # fmt: skip
-            page.goto(url + "/")
-            return page
-
-        yield open_page
-        assert not problems
-
-
 def ready(page: Any) -> None:
     page.wait_for_selector("#state[data-state=ready]")
     page.wait_for_selector("#map")
-
-
-def until(page: Any, expression: str) -> None:
-    """Wait until an expression of JavaScript is true.
-
-    Playwright's own `wait_for_function` is stopped by the page's policy, which forbids `eval`.
-    """
-    end = time.monotonic() + PATIENCE_MS / 1000
-    while not page.evaluate(expression):
-        assert time.monotonic() < end, f"never true: {expression}"
-        page.wait_for_timeout(30)
-
-
-def save(page: Any, name: str) -> None:
-    """Save a picture of the page, for people to look at."""
-    page.screenshot(path=SCREENSHOTS / f"{name}.png")
-
-
-def text(page: Any, selector: str) -> str:
-    return str(page.inner_text(selector))
 
 
 @contextmanager
@@ -289,19 +220,6 @@ TEXTS = (
     "h1", "#facts", "#state", ".note", ".value", ".value small", ".tile h2", "#chat-send",
     "#chat-reset", "#pointed", "#memory-parts dt", ".keys li",
 )  # fmt: skip
-CONTRAST = """(selector) => {
-  const light = (colour) => {
-    const [r, g, b] = colour.match(/[0-9.]+/g).map((x) => x / 255)
-      .map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const element = document.querySelector(selector);
-  const ground = (at) => getComputedStyle(at).backgroundColor;
-  let behind = element;
-  while (ground(behind) === "rgba(0, 0, 0, 0)") behind = behind.parentElement;
-  const [a, b] = [getComputedStyle(element).color, ground(behind)].map(light);
-  return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), b];
-}"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -364,9 +282,44 @@ def test_a_key_opens_the_page_and_its_buttons(engine: Any, visit: Visit) -> None
     engine.resize("25%")  # as the other tests expect
 
 
+def test_devices_are_added_and_removed(visit: Visit) -> None:
+    """A model on two fake devices, of which the second is spare at first."""
+    lost = "Failed to load resource"  # the key is missing at first; servers end before their pages
+    load = LoadConfig(device="fake,fake", spare_devices=1, cache="25%")
+    instance: Any = start(str(DEMO), load, ServeConfig())
+    try:
+        while instance.state()[0] == "loading":
+            time.sleep(0.05)
+        assert instance.state()[0] == "ready", instance.state()
+        with served(instance) as running:  # without a key nothing can be changed
+            page = visit(running.url, expected=lost)
+            ready(page)
+            assert not page.is_visible("#devices")
+        with served(instance, key=KEY) as running:
+            page = visit(running.url, expected=lost)
+            page.fill("#key", KEY)
+            page.press("#key", "Enter")
+            ready(page)
+            page.wait_for_selector("#devices label")
+            assert not page.is_enabled("#devices input[value='fake:0']")
+            second = "#devices input[value='fake:1']"
+            assert not page.is_checked(second)
+            for names in (["fake:0", "fake:1"], ["fake:0"]):
+                page.click(second)
+                until(page, "document.querySelector('#devices-error').textContent"
+                            f".endsWith('slots on {', '.join(names)}')")  # fmt: skip
+                assert instance.greenroom.devices == names
+                page.wait_for_timeout(1200)  # the next frame has the same
+                assert page.is_checked(second) == (len(names) == 2)
+            save(page, "devices")
+    finally:
+        instance.stop(0.0)
+
+
 def test_a_recording_plays(visit: Visit) -> None:
     trace = zipf(ZipfConfig(layers=48, experts=128, top_k=8, requests=2, tokens=60))
-    with Viewer(trace_frames(trace, "synthetic", 1536, policy("lru")), 0) as viewer:
+    played = recording(Study.of(trace, "runtime"), Cell("lru", 1536), "synthetic")
+    with Viewer(played, 0) as viewer:
         threading.Thread(target=viewer.serve_forever, daemon=True).start()
         try:
             page = visit(viewer.url)

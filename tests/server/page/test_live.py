@@ -17,8 +17,8 @@ from greenroom.runtime.driver.meter import LinkMeter
 from greenroom.server.page import live
 from greenroom.server.page.broadcast import BYTES_PER_S, FRAME_S
 from greenroom.server.page.live import EngineFrames
+from tests.drawing.decode import unpack
 from tests.models import cached_tiny
-from tests.server.page.decode import unpack
 from tests.server.rig import AnswerRecorder, Served, draw
 
 
@@ -40,6 +40,7 @@ def test_a_greeting_has_what_stays_the_same(served: Served) -> None:
     assert (greeting["format"], greeting["kind"], greeting["title"]) == (1, "live", "tiny")
     assert greeting["controls"]
     assert greeting["links"] == ["disk -> host"]
+    assert greeting["devices"] == []  # it has no GPU
     json.dumps(greeting, allow_nan=False)
 
 
@@ -159,7 +160,7 @@ class BusyEngine:
         need = SimpleNamespace(staging=10**9, workspace=10**9)
         self.greenroom = SimpleNamespace(
             driver=driver, capacity=count, slot_budget=SimpleNamespace(
-                first_block_needs=lambda: need), setup=SimpleNamespace(
+                first_block_needs=lambda: need), devices=[], setup=SimpleNamespace(
                 cuda=False, budget_bytes=10**11, catalog=SimpleNamespace(slot_bytes=10**7)),
         )  # fmt: skip
         self.admission = SimpleNamespace(reserved=10**9, prefixes=SimpleNamespace(nbytes=10**9))

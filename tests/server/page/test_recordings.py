@@ -1,4 +1,4 @@
-"""Recordings on the live page: traces with a simulated cache, timelines, and their server."""
+"""Recordings on the live page: timelines, and the server of recordings."""
 
 from __future__ import annotations
 
@@ -10,63 +10,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from greenroom.config import ZipfConfig
 from greenroom.errors import TraceError, UsageError
-from greenroom.policies import policy
 from greenroom.server.page.assets import DATA, assets
 from greenroom.server.page.timeline_frames import timeline_frames
-from greenroom.server.page.trace_frames import MOST_FRAMES, trace_frames
 from greenroom.server.page.viewer import Viewer
-from greenroom.sim.replay import replay
-from greenroom.trace import Trace, stream
+from greenroom.sim.page.recording import recording
+from greenroom.sim.study import Cell, Study
 from greenroom.trace.synth import zipf
-from tests.server.page.decode import unpack
-
-
-def example(**options: Any) -> Trace:
-    return zipf(ZipfConfig(**{
-        "layers": 3, "experts": 10, "top_k": 2, "requests": 4, "tokens": 15, **options,
-    }))  # fmt: skip
+from tests.drawing.decode import unpack
 
 
 def states(frame: dict[str, Any], experts: int) -> list[int]:
     return unpack(frame["states"], 2, experts)
-
-
-class TestTraces:
-    @pytest.mark.parametrize("name", ["lru", "next-use", "opt"])
-    def test_the_cache_is_that_of_a_simulation(self, name: str) -> None:
-        trace = example()
-        recording = trace_frames(trace, "synthetic", 9, policy(name))
-        simulated = replay(stream(trace, "runtime"), trace.offsets, 9, policy(name))
-        last = recording["frames"][-1]
-        assert sum(last["misses"]) == simulated.misses
-        assert sum(last["hits"]) + simulated.misses == simulated.requests
-        assert recording["greeting"]["layers"] == [10, 10, 10]
-        assert len(recording["frames"]) == trace.passes
-        for frame in recording["frames"]:
-            assert states(frame, 30).count(3) == frame["slots"][1] <= 9
-        json.dumps(recording, allow_nan=False)
-
-    def test_a_frame_has_the_experts_of_its_pass(self) -> None:
-        trace = example()
-        recording = trace_frames(trace, "synthetic", 30, policy("lru"))
-        for number, frame in enumerate(recording["frames"]):
-            tokens = slice(*trace.pass_starts[number : number + 2])
-            ids = trace.experts[tokens].astype(np.int64) + trace.offsets[:-1, None]
-            assert np.flatnonzero(unpack(frame["used"], 1, 30)).tolist() == np.unique(ids).tolist()
-            assert frame["t"] == tokens.stop
-
-    def test_long_traces_have_fewer_frames(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert MOST_FRAMES >= 1000
-        monkeypatch.setattr("greenroom.server.page.trace_frames.MOST_FRAMES", 10)
-        trace = example()
-        every, few = -(-trace.passes // 10), trace_frames(trace, "", 9, policy("lru"))["frames"]
-        assert len(few) == -(-trace.passes // every) <= 10
-        assert few[-1]["t"] == trace.tokens
 
 
 def event(row: int, name: str, begin: float, end: float, **args: Any) -> dict[str, Any]:
@@ -158,7 +116,9 @@ class TestTimelines:
 
 @pytest.fixture
 def viewer() -> Iterator[Viewer]:
-    with Viewer(trace_frames(example(), "synthetic", 9, policy("lru")), 0) as server:
+    trace = zipf(ZipfConfig(layers=3, experts=10, top_k=2, requests=4, tokens=15))
+    played = recording(Study.of(trace, "runtime"), Cell("lru", 9), "synthetic")
+    with Viewer(played, 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server

@@ -34,8 +34,8 @@ from greenroom.cli.screen.palette import (
     rgb,
 )
 from greenroom.core.scheduler.view import ExpertState
+from greenroom.drawing.frames import MIDDLE, PER_OCTAVE, use_levels
 from greenroom.hf.attach.snapshot import CacheSnapshot
-from greenroom.server.page.frames import MIDDLE, PER_OCTAVE, use_levels
 
 Grid = NDArray[np.int64]
 SIDES = 11, 6  # cells of misses, and of stalls; the narrower where more experts fit so

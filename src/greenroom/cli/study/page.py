@@ -11,11 +11,12 @@ import numpy as np
 
 from greenroom.config import SimulateConfig
 from greenroom.core.cache.scope import name_of
-from greenroom.sim.curves import opt_curve
-from greenroom.sim.report import report
-from greenroom.sim.study import Cell, Row, Study, curve_capacities
-from greenroom.trace.locality import popularity
+from greenroom.sim.curves import curve_capacities, opt_curve
+from greenroom.sim.page.recording import recording
+from greenroom.sim.page.report import highlighted, report
+from greenroom.sim.study import Cell, Row, Study
 
+LAST = 120  # tokens or passes that the map of experts plays
 Go = Callable[[Study, list[Cell]], list[Row]]
 
 
@@ -38,8 +39,8 @@ def page(
     rows:    the results of `cells`
     command: the command line, which the report shows
     """
-    trace, counted = study.trace, replace(study, costs=None)
-    experts = int(trace.offsets[-1])
+    trace, counted = study.trace, replace(study, costs=None, speculates=False)
+    title, experts = str(trace.meta.get("model", source.name)), int(trace.offsets[-1])
     least = 1 if study.scope == "shared" else trace.layers
     points = list(curve_capacities([cell.capacity for cell in cells], experts, least))
     names = list(dict.fromkeys(cell.policy_name for cell in cells))
@@ -59,7 +60,7 @@ def page(
     settings |= {"seed": study.seed} if study.seed else {}
     settings |= {"reset": "per request"} if study.reset else {}
     return report(
-        title=str(trace.meta.get("model", source.name)),
+        title=title,
         facts=[
             ("trace", str(source)),
             ("tokens", f"{trace.tokens:,}"),
@@ -76,7 +77,7 @@ def page(
         tokens=trace.tokens,
         curves={results[Cell(n, points[0], config.pin)]["policy"]: curve(n) for n in names},
         floor=floor(study, points),
-        counts=[each.tolist() for each in popularity(trace)],
+        recording=recording(counted, cells[highlighted(rows)], title, last=LAST),
         rows=rows,
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import NamedTuple
 
+from greenroom.drawing.files import FOLDER as DRAWING
+
 ROOT, FOLDER = "/", "/page/"  # paths of the page and of its other files
 DATA = "/v1/live"  # path of the data that the page draws
 TYPES = {
@@ -37,9 +39,10 @@ class Asset(NamedTuple):
 
 
 def assets() -> dict[str, Asset]:
-    """Read the live page's files; return them by their URL's path."""
+    """Read the files of the live page and of its map; return them by their URL's path."""
     table = {}
-    for file in (files("greenroom.server.page") / "static").iterdir():
+    folder = files("greenroom.server.page") / "static"
+    for file in (*folder.iterdir(), *DRAWING.iterdir()):
         kind = file.name.rpartition(".")[2]
         if kind in TYPES:
             path = ROOT if file.name == "index.html" else FOLDER + file.name

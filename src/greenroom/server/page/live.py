@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from greenroom import __version__
+from greenroom.drawing.frames import LevelSlices, all_levels, flags_text, greeting, states_text
+from greenroom.hf.attach.devices import device_names
 from greenroom.hf.attach.snapshot import SnapshotReader
 from greenroom.server.engine.loop import ContinuousEngine
 from greenroom.server.engine.sequence import Sequence
-from greenroom.server.page.frames import LevelSlices, flags_text, greeting, states_text
 
 ROWS = 24  # requests in a frame
 STALE_S = 5.0  # after which a frame has nothing of what came before
@@ -42,8 +43,9 @@ class EngineFrames:
             predictor=predictor.name if predictor is not None else None,
             kernels=greenroom.bindings.kernel_description,
             links=list(driver.links),
+            devices=device_names(greenroom.setup, range(len(greenroom.setup.devices))),
             slot_bytes=greenroom.setup.catalog.slot_bytes,
-            levels=LevelSlices(offsets).encode_all(driver.request_counts),
+            levels=all_levels(driver.request_counts, offsets),
             answered=[
                 [round(now - ended + one.duration_s - one.ttft_s, 1), round(one.ttft_s, 4)]
                 for ended, one in list(engine.totals.recent)
@@ -101,6 +103,7 @@ class EngineFrames:
         return {
             "slots": [now.capacity, now.present],
             "memory": list(now.memory),
+            "devices": engine.greenroom.devices,
             "hits": now.hits,
             "misses": now.misses,
             "stalls": [round(1000 * seconds) for seconds in now.stalls],

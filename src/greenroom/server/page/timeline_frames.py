@@ -13,10 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from greenroom.core.scheduler.view import ExpertState
+from greenroom.drawing.frames import (
+    LevelSlices,
+    all_levels,
+    flags_text,
+    greeting,
+    most_frames,
+    states_text,
+)
 from greenroom.errors import TraceError
 from greenroom.json_file import JsonObject, Malformed, integer, read_object
 from greenroom.runtime.driver.meter import LinkMeter
-from greenroom.server.page.frames import LevelSlices, flags_text, greeting, most_frames, states_text
 from greenroom.trace.trace import MOST_EXPERTS
 
 LONGEST = 128 << 20  # bytes of a file
@@ -109,7 +116,7 @@ def _recording(state: TimelineState, changes: list[Change], title: str) -> dict[
     first = greeting(
         "timeline", title, state.sizes,
         unit="s", span=round(end - begin, 3), frames_per_s=1 / every, links=state.links,
-        levels=state.slices.encode_all(np.zeros_like(state.uses)),
+        levels=all_levels(np.zeros_like(state.uses), state.offsets),
         about=["experts in memory before the recording are unknown until they are used"],
     )  # fmt: skip
     return {"greeting": first, "frames": frames}
@@ -120,8 +127,8 @@ class TimelineState:
 
     def __init__(self, sizes: tuple[int, ...], changes: list[Change]) -> None:
         self.sizes = sizes
-        self._offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        self._experts = int(self._offsets[-1])
+        self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self._experts = int(self.offsets[-1])
         rows = {change.where for change in changes if change.kind == BEGIN}
         self.links = sorted({row.rpartition(LANE)[0] for row in rows})
         if len(self.links) > MOST_LINKS:
@@ -134,7 +141,7 @@ class TimelineState:
         self._stalls = [0.0] * len(sizes)
         self._tokens = 0
         self._answered: list[tuple[float, float]] = []  # end of a prompt, and its seconds
-        self.slices = LevelSlices(self._offsets)
+        self.slices = LevelSlices(self.offsets)
 
     def apply(self, change: Change) -> None:
         """Change the state by what begins or ends."""

@@ -4,11 +4,11 @@ import { Chat } from "./chat.js";
 import { $, count, percent, rate, seconds, setText } from "./format.js";
 import { History } from "./history.js";
 import { ExpertMap } from "./map.js";
-import { enableResize, showLinks, showMemory, showPrefetching, showRequests } from "./panels.js";
+import { enableResize, showDevices, showLinks, showMemory, showPrefetching, showRequests } from "./panels.js";
 import { Playback } from "./playback.js";
 import { follow, setKey } from "./source.js";
 
-const history = new History(), map = new ExpertMap(), chat = new Chat();
+const history = new History(), map = new ExpertMap($("drawing")), chat = new Chat();
 const chart = (id, options) => new Chart($(id).querySelector(".chart"), options);
 const charts = {
   speed: chart("speed", { show: (x) => `${rate(x)}/s`, label: "Tokens per second over time" }),
@@ -45,9 +45,9 @@ function begin(first) {
   $("experts").hidden = false;
 }
 
-function show(frame, quiet = false) {
+function show(frame, quiet = false, old = false) {
   history.add(frame);
-  if (greeting) map.add(frame, quiet);
+  if (greeting) map.add(frame, quiet, old);
   if (quiet) return;
   $("page").hidden = false;
   $("gate").hidden = true;
@@ -65,6 +65,7 @@ function show(frame, quiet = false) {
   }
   map.drawLayers(history.layers(60));
   showMemory(frame, greeting);
+  showDevices(frame, greeting);
   showLinks(frame, greeting, history);
   showPrefetching(frame, greeting);
 }
@@ -113,7 +114,7 @@ follow({
   recording(recording) {
     begin(recording.greeting);
     say("recording", recording.greeting.kind);
-    new Playback(recording, show, () => { history.clear(); map.begin(greeting); });
+    new Playback($("player"), recording, show, () => { history.clear(); map.begin(greeting); });
   },
   away: (why) => say("away", why),
   locked: waitForKey,

@@ -39,6 +39,32 @@ export function showMemory(frame, greeting) {
   $("resize").hidden = !greeting.controls;
 }
 
+// Which devices have experts. The first has the dense parts too, so it stays.
+export function showDevices(frame, greeting) {
+  const box = $("devices");
+  box.hidden = !(greeting.controls && frame.devices && greeting.devices.length > 1);
+  if (box.hidden) return;
+  if (box.querySelectorAll("input").length !== greeting.devices.length) {
+    box.querySelectorAll("label").forEach((label) => label.remove());
+    box.append(...greeting.devices.map((name) => make("label", {}, make("input", { type: "checkbox", value: name }), name)));
+    box.onchange = () => changeDevices(box);
+  }
+  if (box.disabled) return; // until the server has answered
+  box.querySelectorAll("input").forEach((input, place) => {
+    input.checked = frame.devices.includes(input.value);
+    input.disabled = place === 0;
+  });
+}
+
+async function changeDevices(box) {
+  const chosen = [...box.querySelectorAll("input:checked")].map((input) => input.value.replace(/^fake:.*/, "fake"));
+  box.disabled = true;
+  const { error, value } = await post("v1/admin/devices", { devices: chosen.join(",") });
+  box.disabled = false;
+  $("devices-error").classList.toggle("error", Boolean(error));
+  setText($("devices-error"), error ?? `${count(value.slots)} slots on ${value.devices.join(", ")}`);
+}
+
 export function showLinks(frame, greeting, history) {
   $("links").hidden = !frame.links;
   if (!frame.links) return;

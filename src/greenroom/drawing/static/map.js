@@ -1,5 +1,5 @@
 // The map of layers and experts on a canvas, with each layer's misses and stalls beside it.
-import { $, count, percent, seconds, setText } from "./format.js";
+import { $, count, make, percent, seconds, setText } from "./format.js";
 
 const STATES = ["on disk", "being read", "read ahead", "in memory"];
 const [ABSENT, IN_FLIGHT, AHEAD] = [0, 1, 2];
@@ -9,6 +9,31 @@ const STEP_MS = 40; // between two pictures while something fades
 const SIDE = 132, NARROWEST = 100; // pixels of the columns of misses and stalls
 const GUTTER = 30; // of the layers' numbers
 const LEFT = 8; // of a column beside the map
+
+const KEYS = [
+  ["resident", "in memory"], ["flight", "being read"], ["ahead", "read ahead"], ["absent", "on disk"], ["used", "just used"],
+];
+const NEVER_IN_A_TRACE = ["flight", "ahead"];
+
+// Puts the map's elements into `box`.
+function buildMap(box) {
+  const canvas = make("canvas", {
+    id: "map", tabindex: "0", role: "application", "aria-roledescription": "map of experts",
+    "aria-label": "Layers and experts. Arrow keys move from expert to expert.", "aria-describedby": "pointed",
+  });
+  const shades = [1, 2, 3, 4, 5].map((number) => make("i", { class: `u${number}` }));
+  box.append(
+    make("ul", { class: "keys", "aria-label": "Colours" },
+      ...KEYS.map(([kind, text]) => make("li", { id: `key-${kind}` }, make("i", { class: `s-${kind}` }), text)),
+      make("li", { class: "ramp" }, make("span", {}, "seldom used"), ...shades, make("span", {}, "often"))),
+    make("div", { class: "map-box" },
+      make("div", { class: "map-head", "aria-hidden": "true" }, make("span", {}, "layer"), make("span", {}, "expert"),
+        make("span", { class: "side-head" }, make("b", { id: "misses" }, "misses"), make("b", { id: "stalls" }, "stalls"))),
+      make("div", { class: "map-body" }, canvas, make("canvas", { id: "side", "aria-hidden": "true" }))),
+    make("p", { id: "pointed", class: "pointed" }),
+    make("p", { id: "spoken", class: "hidden", "aria-live": "polite" }),
+  );
+}
 
 function unpack(text, bits, size) {
   const packed = atob(text), values = new Uint8Array(size), mask = (1 << bits) - 1, each = 8 / bits;
@@ -32,7 +57,8 @@ function colours() {
 const shade = (level) => (level === 0 ? 0 : Math.max(1, Math.min(5, Math.round(3 + (level - 8) / 2))));
 
 export class ExpertMap {
-  constructor() {
+  constructor(box) {
+    buildMap(box);
     this.canvas = $("map");
     this.side = $("side");
     this.base = document.createElement("canvas");
@@ -51,6 +77,9 @@ export class ExpertMap {
 
   begin(greeting) {
     this.sizes = greeting.layers;
+    this.uses = greeting.uses ?? null; // of a trace: how many of its tokens chose each expert
+    this.tokens = greeting.tokens;
+    for (const kind of NEVER_IN_A_TRACE) $(`key-${kind}`).hidden = greeting.kind === "trace";
     this.first = [];
     this.experts = this.sizes.reduce((total, size) => { this.first.push(total); return total + size; }, 0);
     this.columns = Math.max(...this.sizes);
@@ -62,15 +91,20 @@ export class ExpertMap {
     this.layout();
   }
 
-  // Takes a frame; `quiet` where more frames follow at once and nothing is drawn.
-  add(frame, quiet = false) {
+  // Takes a frame; `quiet` where more frames follow at once and nothing is drawn, `old` where its
+  // experts were not just used.
+  add(frame, quiet = false, old = false) {
     if (!frame.states) return;
     this.states = unpack(frame.states, 2, this.experts);
-    const used = unpack(frame.used, 1, this.experts), now = performance.now();
-    for (let i = 0; i < this.experts; i += 1) if (used[i]) this.usedAt[i] = now;
-    const [first, levels] = frame.levels;
-    const begin = this.first[first];
-    this.levels.set(unpack(levels, 4, Math.min(this.experts - begin, 2 * atob(levels).length)), begin);
+    if (!old) {
+      const used = unpack(frame.used, 1, this.experts), now = performance.now();
+      for (let i = 0; i < this.experts; i += 1) if (used[i]) this.usedAt[i] = now;
+    }
+    if (frame.levels) {
+      const [first, levels] = frame.levels;
+      const begin = this.first[first];
+      this.levels.set(unpack(levels, 4, Math.min(this.experts - begin, 2 * atob(levels).length)), begin);
+    }
     if (!quiet) this.redraw();
   }
 
@@ -242,10 +276,16 @@ export class ExpertMap {
     setText($("pointed"), this.cursor ? this.#text(this.cursor) : HINT);
   }
 
+  #chosen(layer, id) {
+    const own = this.uses.slice(this.first[layer], this.first[layer] + this.sizes[layer]);
+    const mean = own.reduce((a, b) => a + b, 0) / own.length;
+    return `chosen by ${percent(this.uses[id] / this.tokens, 2)} of tokens, ${(this.uses[id] / Math.max(mean, 1e-9)).toFixed(2)} times the layer's mean`;
+  }
+
   #text({ layer, expert }) {
     const id = this.first[layer] + expert, level = this.levels[id];
     const used = performance.now() - this.usedAt[id] < FADE_MS ? ", just used" : "";
-    const times = level === 0 ? "never used" : level === 1 ? "seldom used"
+    const times = this.uses ? this.#chosen(layer, id) : level === 0 ? "never used" : level === 1 ? "seldom used"
       : `used ${level === 15 ? "over " : "about "}${(2 ** ((level - 7.5) / 2)).toPrecision(2)} times the layer's mean`;
     const { hits, misses, stalls } = this.layer ?? {};
     const requests = hits ? hits[layer] + misses[layer] : 0;

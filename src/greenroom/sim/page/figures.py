@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from itertools import groupby, pairwise
 from typing import NamedTuple
 
-COLOURS = 8  # --c0 .. in report.css; further curves are dashed
+COLOURS = 8  # --c0 .. in drawing.css; further curves are dashed
 DASHES = ("", "6 5", "1 5")
-SCALE = (0.25, 0.5, 1.0, 2.0, 4.0)  # of a layer's mean, between the heat map's colours
 WIDE, HIGH = 1000, 500
 
 Points = Sequence[tuple[int, float]]
@@ -48,7 +46,7 @@ def legend(curves: Sequence[PlottedCurve]) -> str:
         f'<path d="M1 6H25" {style(c.style)}/></svg>{escape(c.name)}</li>'
         for c in curves
     )
-    return f'<ul class="keys">{"".join(items)}</ul>'
+    return f'<ul class="curves">{"".join(items)}</ul>'
 
 
 def miss_ratio_chart(curves: Sequence[PlottedCurve], floor: PlottedCurve, experts: int) -> str:
@@ -150,67 +148,3 @@ def bar_chart(drawn: Sequence[Bar]) -> str:
             f'<div class="much">{escape(bar.label)}</div>'
         )
     return f'<div class="bars">{"".join(parts)}</div>'
-
-
-def heat_colour(count: int, mean: float) -> int:
-    """Return the colour number of an expert in a heat map, by its uses.
-
-    0 is an unused expert. Colours 1 to 6 are separated by 0.25, 0.5, 1, 2 and 4 times the `mean`
-    use of the layer's experts.
-    """
-    if count == 0:
-        return 0
-    return 1 + sum(count >= bound * mean for bound in SCALE)
-
-
-def heat_map(counts: Sequence[Sequence[int]]) -> str:
-    """Return a heat map as HTML: how often each expert was used, a row per layer.
-
-    `counts` are uses, [layer][expert]. Colours are relative to the mean of the layer.
-    """
-    widest, layers = max(len(row) for row in counts), len(counts)
-    parts: dict[int, list[str]] = {}
-    for y, row in enumerate(counts):
-        mean = sum(row) / len(row)
-        x = 0
-        for colour, alike in groupby(heat_colour(count, mean) for count in row):
-            run = len(list(alike))
-            parts.setdefault(colour, []).append(f"M{x} {y}h{run}v1h-{run}z")
-            x += run
-    cells = "".join(
-        f'<path style="fill:var(--h{colour})" d="{"".join(paths)}"/>'
-        for colour, paths in sorted(parts.items())
-    )
-    row_labels = "".join(
-        f'<span style="top:{100 * (y + 0.5) / layers:.2f}%">{y}</span>'
-        for y in _labelled(layers, 16)
-    )
-    column_labels = "".join(
-        f'<span style="left:{100 * (x + 0.5) / widest:.2f}%">{x}</span>'
-        for x in _labelled(widest, 8)
-    )
-    size = f"height:{max(120, min(26, 640 // layers) * layers)}px;min-width:{2 * widest}px"
-    return (
-        '<div class="wide"><div class="map">'
-        f'<div class="rows">{row_labels}</div><div class="heat" style="{size}">'
-        f'<svg viewBox="0 0 {widest} {layers}" preserveAspectRatio="none"'
-        f' shape-rendering="crispEdges" role="img" aria-label="How often each expert was chosen">'
-        f'{cells}</svg></div><div class="columns">{column_labels}</div></div></div>{_heat_legend()}'
-    )
-
-
-def _labelled(count: int, most: int) -> range:
-    step = next(s for s in (1, 2, 4, 5, 8, 10, 16, 20, 32, 64, 128, 1 << 30) if count / s <= most)
-    return range(0, count, step)
-
-
-def _heat_legend() -> str:
-    bounds = [f"{bound:g}" for bound in SCALE]
-    texts = [
-        "never",
-        f"under {bounds[0]}",
-        *(f"{a} to {b}" for a, b in pairwise(bounds)),
-        f"{bounds[-1]} and more times the layer's mean",
-    ]
-    items = (f'<li><i style="background:var(--h{i})"></i>{t}</li>' for i, t in enumerate(texts))
-    return f'<ul class="scale">{"".join(items)}</ul>'

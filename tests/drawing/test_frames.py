@@ -7,17 +7,18 @@ import math
 import numpy as np
 import pytest
 
-from greenroom.server.page.frames import (
+from greenroom.drawing.frames import (
     HIGHEST,
     MIDDLE,
     SLICE,
     LevelSlices,
+    all_levels,
     flags_text,
     levels_text,
     states_text,
     use_levels,
 )
-from tests.server.page.decode import unpack
+from tests.drawing.decode import unpack
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 255, 256])
@@ -47,7 +48,7 @@ def test_slices_cover_all_layers_in_turn() -> None:
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     uses = np.random.default_rng(0).integers(0, 100, offsets[-1])
     levels, slices = use_levels(uses, offsets).tolist(), LevelSlices(offsets)
-    assert unpack(slices.encode_all(uses), 4, len(levels)) == levels
+    assert unpack(all_levels(uses, offsets), 4, len(levels)) == levels
     seen, layer = [], 0
     while not (seen and layer == 0):
         first, text = slices.encode(uses)

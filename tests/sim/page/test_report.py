@@ -4,8 +4,10 @@ import json
 import re
 from html.parser import HTMLParser
 
-from greenroom.sim.figures import PlottedCurve, heat_colour, miss_ratio_chart
-from greenroom.sim.report import report as page_of
+from greenroom.server.page.assets import FOLDER, assets
+from greenroom.sim.page.figures import PlottedCurve, miss_ratio_chart
+from greenroom.sim.page.report import highlighted
+from greenroom.sim.page.report import report as page_of
 
 ROW = {"order": "natural", "scope": "shared", "pin": "step", "requests": 1000}
 ROWS = [
@@ -13,6 +15,7 @@ ROWS = [
     {**ROW, "policy": "lru", "capacity": 8, "misses": 100, "miss_ratio": 0.1},
     {**ROW, "policy": "<b>own</b>", "capacity": 4, "misses": 300, "miss_ratio": 0.3},
 ]
+RECORDING = {"greeting": {"kind": "trace", "layers": [4, 3]}, "frames": [{"t": 12}]}
 TIMES = {
     "ttft_s": 1.5, "tpot_s": 0.02, "tpot_p95_s": 0.05, "tokens_per_s": 40.0,
     "stall_s": 3.0, "seconds": 12.0,
@@ -29,7 +32,7 @@ def report(rows=ROWS, title="A </script><script>alert(1)</script> model") -> str
         tokens=12,
         curves={"lru": [(4, 0.4), (8, 0.1)], "<b>own</b>": [(4, 0.3), (8, 0.1)]},
         floor=[(4, 0.2), (8, 0.1)],
-        counts=[[0, 6, 3, 3], [1, 5, 12]],
+        recording=RECORDING,
         rows=rows,
     )
 
@@ -104,7 +107,37 @@ def test_the_data_are_those_of_the_curves():
     embedded = json.loads(re.findall(r'id="data">(.*?)</script>', text)[0])
     assert [curve["name"] for curve in embedded["curves"]][:2] == ["lru", "<b>own</b>"]
     assert embedded["curves"][0]["points"] == [[4, 0.4], [8, 0.1]]
-    assert embedded["counts"] == [[0, 6, 3, 3], [1, 5, 12]]
+    assert embedded["recording"] == RECORDING
+
+
+def test_the_map_is_that_of_the_live_page():
+    """Its scripts and its colours are the live page's, in one script without imports."""
+    text, files = report(), assets()
+    (script,) = re.findall(r'<script type="module">(.*?)</script>', text, re.DOTALL)
+    assert "import " not in script
+    assert not re.search("^export ", script, re.MULTILINE)
+    for name in ("format.js", "map.js", "playback.js"):
+        lines = files[FOLDER + name].content.decode().splitlines()
+        own = [line.removeprefix("export ") for line in lines if not line.startswith("import ")]
+        assert "\n".join(own) in script
+    assert files[FOLDER + "drawing.css"].content.decode() in text
+
+
+def test_top_level_names_of_scripts_differ():
+    """They are one script in a report."""
+    (script,) = re.findall(r'<script type="module">(.*?)</script>', report(), re.DOTALL)
+    names = re.findall(r"^(?:const|let|class|function) (\w+)", script, re.MULTILINE)
+    assert len(names) > 10
+    assert len(set(names)) == len(names)
+
+
+def test_the_highlighted_result_knows_no_future():
+    """The middle capacity counts; the least time, where there is prefetching."""
+    rows = [*ROWS, {**ROW, "policy": "opt", "capacity": 4, "misses": 1, "miss_ratio": 0.001}]
+    assert highlighted(rows) == 2
+    assert highlighted(rows[-1:]) == 0
+    ahead = [{**row, **TIMES, "seconds": n, "prefetches": 1} for n, row in enumerate(ROWS[::2])]
+    assert highlighted(ahead[::-1]) == 1
 
 
 def test_points_are_where_the_axes_say():
@@ -117,19 +150,3 @@ def test_points_are_where_the_axes_say():
     assert 'd="M250.0 0.0L500.0 375.0"' in drawn
     assert "40 %</span>" in drawn
     assert "60 %</span>" not in drawn.split('class="x"')[0]
-
-
-def test_levels_of_the_heat_map():
-    assert [heat_colour(n, 8.0) for n in (0, 1, 2, 3, 4, 8, 15, 16, 32)] == [
-        0,
-        1,
-        2,
-        2,
-        3,
-        4,
-        4,
-        5,
-        6,
-    ]
-    text = report()
-    assert 'd="M0 0h1v1h-1z"' in text  # the one expert that nobody chose

@@ -8,12 +8,12 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from greenroom.sim.figures import (
+from greenroom.drawing.files import joined_script, style_sheet
+from greenroom.sim.page.figures import (
     Bar,
     PlottedCurve,
     Points,
     bar_chart,
-    heat_map,
     legend,
     miss_ratio_chart,
 )
@@ -26,7 +26,13 @@ PREFETCH_NOTE = (
     " predicted. GOODPRED: accuracy x the share of absent predicted experts that were loaded in"
     " time, a mean over layers."
 )
+STATIC = files("greenroom.sim.page") / "static"
+MAP = (
+    '<form id="player"></form><p class="note" id="slots"></p><div id="drawing"></div>'
+    "<noscript><p>The map needs JavaScript.</p></noscript>"
+)
 Facts = Sequence[tuple[str, str]]
+Row = Mapping[str, Any]
 
 
 def report(
@@ -39,19 +45,19 @@ def report(
     tokens: int,
     curves: Mapping[str, Points],
     floor: Points,
-    counts: Sequence[Sequence[int]],
-    rows: Sequence[Mapping[str, Any]],
+    recording: Mapping[str, Any],
+    rows: Sequence[Row],
 ) -> str:
     """Build the HTML report of a simulation as one page.
 
     facts:    (name, value) pairs about the trace and the machine
     curves:   points (capacity, miss ratio) by policy, in order of capacity
     floor:    points of the lower bound: the policy OPT, without protection of a step's experts
-    counts:   tokens that chose an expert, [layer][expert]
+    recording: what was in the cache, of the result that `highlighted` selects (see `recording.py`)
     rows:     results as `--json` prints them; results with prefetching are in the table and in the
               chart of times, not in the curves
     """
-    ahead = any("prefetches" in row for row in rows)
+    ahead = _has_prefetching(rows)
     drawn = [PlottedCurve(name, points, i) for i, (name, points) in enumerate(curves.items())]
     least = PlottedCurve(FLOOR, floor, -1)
     setting = ", ".join(f"{name} {value}" for name, value in settings.items())
@@ -60,8 +66,7 @@ def report(
              " Shaded: no policy can have so few misses.",
              legend([*drawn, least]) + miss_ratio_chart(drawn, least, experts)),
         *_time_cards(rows, list(curves), experts),
-        card("Which experts are used", "One row a layer, one column an expert. The colour shows how"
-             " many tokens chose the expert.", heat_map(counts)),
+        card("Experts", _map_note(rows, experts), MAP),
         card("Results", "Each policy at each capacity. Above floor: extra misses relative"
              " to OPT without pinning, which knows the future." + PREFETCH_NOTE * ahead,
              scrollable(html_table(*table_of(_with_floor(rows, dict(floor)), experts)))),
@@ -76,7 +81,7 @@ def report(
             {"name": c.name, "points": list(c.points)}
             for c in (*drawn, least._replace(points=shared_points))
         ],
-        "counts": [list(row) for row in counts],
+        "recording": recording,
     }
     fact_line = " · ".join(f"<span>{escape(f'{n} {v}')}</span>" for n, v in facts[1:6])
     return html_page(
@@ -85,16 +90,16 @@ def report(
         f"{_tiles(rows, dict(floor), experts)}{''.join(sections)}",
         '<div class="tip" role="status"></div>'
         f'<script type="application/json" id="data">{_json(data)}</script>'
-        f"<script>\n{_asset('report.js')}</script>",
+        f'<script type="module">\n{joined_script(STATIC / "report.js")}</script>',
     )
 
 
-def _name(row: Mapping[str, Any]) -> str:
+def _name(row: Row) -> str:
     """Return the name of a result in the report: its policy, and its predictor if it has one."""
     return f"{row['policy']} + {row['prefetch']}" if "prefetches" in row else str(row["policy"])
 
 
-def _time_cards(rows: Sequence[Mapping[str, Any]], policies: list[str], experts: int) -> list[str]:
+def _time_cards(rows: Sequence[Row], policies: list[str], experts: int) -> list[str]:
     """Return a section with bars of the time per token; none unless a result has prefetching."""
     timed = [row for row in rows if row.get("tpot_s") is not None]
     if not timed or all("prefetches" not in row for row in rows):
@@ -118,26 +123,50 @@ def _time_cards(rows: Sequence[Mapping[str, Any]], policies: list[str], experts:
     return [card("Time of a token", note, bar_chart(drawn))]
 
 
-def _tiles(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float], experts: int) -> str:
-    """Return tiles with the best result at the middle capacity, and the lower bound."""
+def highlighted(rows: Sequence[Row]) -> int:
+    """Return the number of the best result at the middle capacity.
+
+    It has the fewest misses without knowing the future; with prefetching the least time.
+    """
     capacities = sorted({row["capacity"] for row in rows})
     capacity = capacities[(len(capacities) - 1) // 2]
-    candidates = [row for row in rows if row["capacity"] == capacity]
+    candidates = [number for number, row in enumerate(rows) if row["capacity"] == capacity]
+    field = "seconds" if _has_prefetching(rows) else "miss_ratio"
+    if field == "miss_ratio":
+        candidates = [n for n in candidates if rows[n]["policy"] != "opt"] or candidates
+    return min(candidates, key=lambda number: float(rows[number][field]))
+
+
+def _has_prefetching(rows: Sequence[Row]) -> bool:
+    return any("prefetches" in row for row in rows)
+
+
+def _map_note(rows: Sequence[Row], experts: int) -> str:
+    best = rows[highlighted(rows)]
+    also = ", without prefetching" * _has_prefetching(rows)
+    return (
+        f"{best['policy']} at {best['capacity'] / experts:.0%}{also}. A row a layer, a column an"
+        " expert. The colour says where the expert is, a darker shade (in the dark: a lighter one)"
+        " how often it is used beside its layer's mean. At the right: each layer's misses."
+    )
+
+
+def _tiles(rows: Sequence[Row], floor: Mapping[int, float], experts: int) -> str:
+    """Return tiles with the best result at the middle capacity, and the lower bound."""
+    best = rows[highlighted(rows)]
+    capacity = best["capacity"]
     at = f"at {capacity / experts:.0%} ({capacity:,} experts)"
-    tiles = [(f"{candidates[0]['requests']:,}", "requests")]
-    if any("prefetches" in row for row in rows):
-        fastest = min(candidates, key=lambda row: float(row["seconds"]))
+    tiles = [(f"{best['requests']:,}", "requests")]
+    if _has_prefetching(rows):
         tiles += [
-            (_name(fastest), f"fastest {at}"),
-            (show_time(fastest["seconds"]), "its time for all requests"),
+            (_name(best), f"fastest {at}"),
+            (show_time(best["seconds"]), "its time for all requests"),
             (
-                f"{fastest['stall_s'] / (fastest['seconds'] or 1):.2%}",
+                f"{best['stall_s'] / (best['seconds'] or 1):.2%}",
                 "of that time waiting for experts",
             ),
         ]
     else:
-        online_rows = [row for row in candidates if row["policy"] != "opt"]  # OPT knows the future
-        best = min(online_rows or candidates, key=lambda row: float(row["miss_ratio"]))
         tiles += [
             (str(best["policy"]), f"fewest misses {at}"),
             (f"{best['miss_ratio']:.2%}", "its miss ratio"),
@@ -149,9 +178,7 @@ def _tiles(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float], expert
     ) + "</div>"  # fmt: skip
 
 
-def _with_floor(
-    rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float]
-) -> list[dict[str, Any]]:
+def _with_floor(rows: Sequence[Row], floor: Mapping[int, float]) -> list[dict[str, Any]]:
     """Sort results by capacity, and add each one's excess of misses over the lower bound.
 
     The excess is None with prefetching, for which the lower bound does not hold.
@@ -169,13 +196,10 @@ def html_page(title: str, main: str, tail: str = "") -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>\n{_asset('report.css')}</style></head>\n"
+        f"<title>{escape(title)}</title>"
+        f"<style>\n{style_sheet()}{(STATIC / 'report.css').read_text()}</style></head>\n"
         f"<body><main>{main}</main>{tail}</body></html>\n"
     )
-
-
-def _asset(name: str) -> str:
-    return (files("greenroom.sim") / "page" / name).read_text()
 
 
 def card(title: str, note: str, body: str) -> str:

@@ -82,9 +82,10 @@ class LevelSlices:
         part = offsets[first : last + 1] - begin
         return [first, levels_text(use_levels(uses[begin:end], part))]
 
-    def encode_all(self, uses: Ints) -> str:
-        """Return the encoded use levels of all layers."""
-        return levels_text(use_levels(uses, self._offsets))
+
+def all_levels(uses: Ints, offsets: Ints) -> str:
+    """Encode the use levels of all experts, as a greeting has them (see `use_levels`)."""
+    return levels_text(use_levels(uses, np.asarray(offsets)))
 
 
 def most_frames(experts: int, limit: int) -> int:
