@@ -4,12 +4,13 @@
 
 Each option reads the same text, token by token as decoding does, twice: unthrottled for the KL
 divergence from the exact model, perplexity, misses and bytes read; then throttled to --read-limit
-for the time of a token (a median). All have the same memory for experts, --memory of all
-experts' bytes. Nothing is prefetched, so misses and output do not depend on the machine.
+for the time of a token (a median). All have the same memory for experts, --memory of all experts'
+bytes. Nothing is prefetched, so misses and output do not depend on the machine.
 
 Subsets of experts are chosen by their TCESS scores (`greenroom trace hot --score tcess`) on another
-text, --record. `--figure FILE` draws the result. `--results FILE` stores what was measured; with
-`--part quality` or `--part time` a call measures half of it, and takes the rest from the file.
+text, --record. `--figure FILE` draws the result. `--results FILE` stores what was measured, and a
+later call measures what the file lacks. `--part quality` and `--part time` measure half of it,
+`--part none` nothing. Without times, figure and table have bytes alone.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ REQUESTS = 40  # recorded
 COPIES = "copies"  # the pack with low-precision copies
 COLORS = {
     "exact": "#333333", "cache bias": "#0072b2", "skip": "#e69f00", "substitute": "#cc79a7",
-    "int4 copies": "#009e73", "subset": "#d55e00",
+    "int4 copies": "#009e73", "subset": "#d55e00", "two at once": "#56b4e9",
 }  # fmt: skip
 
 
@@ -64,6 +65,13 @@ def ways(shares: list[float]) -> Iterator[Way]:
             "int4 copies", f"--miss-precision int4 --low-below {below}",
             {"miss_precision": "int4", "low_below": below}, COPIES,
         )  # fmt: skip
+    bias = {"cache_bias": 0.1}
+    yield Way("two at once", "--cache-bias 0.1 --skip-below 0.1", {**bias, "skip_below": 0.1})
+    yield Way("two at once", "--cache-bias 0.1 --skip-below 0.2", {**bias, "skip_below": 0.2})
+    yield Way(
+        "two at once", "--cache-bias 0.1 --miss-precision int4 --low-below 0.8",
+        {**bias, "miss_precision": "int4", "low_below": 0.8}, COPIES,
+    )  # fmt: skip
     for share in shares:
         yield Way("subset", f"pack --keep {share:.0%}", {}, f"keep-{share:g}")
 
@@ -76,7 +84,8 @@ def make_models(args: argparse.Namespace, root: Path, every: list[Way]) -> dict[
     from greenroom.trace import load
 
     folders, trace = {"": args.model}, None
-    for name in dict.fromkeys(way.model for way in every if way.model):
+    missing = [each for each in every if not {"kl", "tpot"} <= each.measured.keys()]
+    for name in dict.fromkeys(way.model for way in missing if way.model):
         folders[name] = str(root / name)
         if name == COPIES:
             pack(args.model, root / name, "same", precision="int4")
@@ -134,7 +143,7 @@ def measure_quality(
     with tempfile.TemporaryFile() as spool:
         with streamed_model(args.model, config_of(every[0], memory, None)) as model:
             spooled = spool_windows(model, windows, 1, spool)
-        for way in every:
+        for way in (each for each in every if "kl" not in each.measured):
             with streamed_model(folders[way.model], config_of(way, memory, None)) as model:
                 rows = compare_windows(model, windows, 1, spool, spooled)
                 stats = model.greenroom.stats()
@@ -169,7 +178,7 @@ def measure_time(
 
     ids = tokenizer_of(find_model(args.model))(args.text.read_text())["input_ids"]
     tokens = torch.tensor([ids[: args.tokens]]).split(1, dim=1)
-    for way in every:
+    for way in (each for each in every if "tpot" not in each.measured):
         seconds = []
         config = config_of(way, memory, args.read_limit)
         with streamed_model(folders[way.model], config) as model, torch.inference_mode():
@@ -187,7 +196,9 @@ def table(every: list[Way]) -> str:
     exact, rows, timed = every[0].measured, [], all("tpot" in way.measured for way in every)
     for way in every:
         each = way.measured
-        times = [f"{each['tpot'] * 1e3:.1f}", f"{each['tpot'] / exact['tpot']:.2f}"] * timed
+        times = ()
+        if timed:
+            times = f"{each['tpot'] * 1e3:.1f}", f"{each['tpot'] / exact['tpot']:.2f}"
         rows.append((
             way.name, *times,
             show_bytes(each["read"]), f"{each['read'] / exact['read']:.2f}",
@@ -227,6 +238,16 @@ def draw(every: list[Way], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
+def measure(args: argparse.Namespace, every: list[Way], memory: int) -> None:
+    """Make the packs, and measure the parts that --part names."""
+    with tempfile.TemporaryDirectory() as root:
+        folders = make_models(args, Path(root), every)
+        if args.part != "time":
+            measure_quality(args, every, folders, memory)
+        if args.part != "quality":
+            measure_time(args, every, folders, memory)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -239,7 +260,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--quality-tokens", type=int, default=512)
     parser.add_argument("--keep", default="0.75,0.5")
-    parser.add_argument("--part", choices=("both", "quality", "time"), default="both")
+    parser.add_argument("--part", choices=("both", "quality", "time", "none"), default="both")
     parser.add_argument("--results", type=Path)
     parser.add_argument("--figure", type=Path)
     args = parser.parse_args()
@@ -254,12 +275,8 @@ def main() -> None:
     catalog = ModelSkeleton.of(find_model(args.model)).catalog
     memory = slots_for(args.memory, catalog, "memory") * catalog.slot_bytes
     print(machine())
-    with tempfile.TemporaryDirectory() as root:
-        folders = make_models(args, Path(root), every)
-        if args.part != "time":
-            measure_quality(args, every, folders, memory)
-        if args.part != "quality":
-            measure_time(args, every, folders, memory)
+    if args.part != "none":
+        measure(args, every, memory)
     if args.results is not None:
         args.results.write_text(json.dumps({way.name: way.measured for way in every}, indent=1))
     if all("kl" in way.measured for way in every):

@@ -131,7 +131,8 @@ def test_detaching_restores_the_routers():
 
 
 def test_the_start_up_line_says_that_the_output_changes():
-    config = LoadConfig(cache="34%", cache_bias=0.25)
+    options: dict[str, Any] = {"cache": "34%", "cache_bias": 0.25}
+    config = LoadConfig(**options)
     model, _ = load_with(str(folder("qwen3_moe")), config, remember=False)
     line = startup_line("tiny", model, config, verbose=True)
     model.greenroom.detach()

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from greenroom.config import LoadConfig, check_keywords
+from greenroom.config import LoadConfig, check_keywords, options_in
 from greenroom.environment import late_import_warning
 from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.load.attach import Progress, attach
@@ -90,8 +90,8 @@ def load(
     substitute_below: share of gate weights below which another expert replaces a missing one
     cache_bias: share of the range of scores by which routers prefer experts in the cache
     """
-    options = {name: value for name, value in locals().items() if name != "model"}
-    return load_with(model, LoadConfig(**options))
+    named, every = locals(), options_in(LoadConfig)
+    return load_with(model, LoadConfig(**{each.name: named[each.name] for each in every}))
 
 
 def load_with(
