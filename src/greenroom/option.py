@@ -16,8 +16,7 @@ R = TypeVar("R")
 Check = Callable[[Any, str], object]
 REQUIRED = MISSING
 MEMORY, CACHE, PREFETCHING, INEXACT, MACHINE = GROUPS = (  # headings of the help, in their order
-    "memory", "expert cache", "prefetching", "approximate misses, which change the output",
-    "machine",
+    "memory", "expert cache", "prefetching", "options that change the output", "machine",
 )  # fmt: skip
 
 

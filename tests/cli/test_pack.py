@@ -45,6 +45,50 @@ def test_pack_and_run(cli: Run, tmp_path: Path) -> None:
     assert "is not empty: it holds a pack: give --repair" in ran.mistake
 
 
+def test_a_share_of_the_experts(cli: Run, tmp_path: Path) -> None:
+    """Recorded, packed, run, and judged against the complete model."""
+    trace, out = tmp_path / "trace.safetensors", tmp_path / "pack"
+    (tmp_path / "prompts").write_text("The green room\nAn expert waits on disk\n")
+    ran = cli(
+        "trace", "record", source(), "--prompts", tmp_path / "prompts", "-o", trace, "--weights",
+        "--cache", "50%", "--raw", "--max-new-tokens", 4,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    ran = cli("pack", source(), "-o", out, "--experts", "same", "--keep", "50%", "--trace", trace)
+    assert ran.code == 0, ran.err
+    assert "8 experts in" in ran.out
+    answer = cli("run", out, "The green", "--cache", "50%", "--max-new-tokens", 3, "--json")
+    assert answer.json["subset"] == {"experts": 8, "model_experts": 16}
+    assert "only 8 of the model's 16 experts, WHICH CHANGES THE OUTPUT" in answer.err
+    (tmp_path / "text").write_text("The green room is where the performers wait." * 4)
+    ran = cli("verify", out, "--quality", tmp_path / "text", "--cache", "50%", "--json")
+    assert ran.json["kl_mean"] > 0
+    assert (
+        cli("verify", out, "--cache", "50%", "--max-new-tokens", 3).code == 0
+    )  # as its own experts say
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--keep", "50%"), "needs a recording of the routing"),
+        (("--keep", "0%", "--trace", "t"), "--keep must be more than 0"),
+        (("--keep", "150%", "--trace", "t"), "--keep"),
+        (("--keep", "pins.json", "--trace", "t"), "--trace has an effect only with --keep SHARE"),
+        (("--trace", "t"), "--trace has an effect only with --keep SHARE"),
+        (("--keep", "50%", "--trace", "nowhere"), "nowhere"),
+        (("--keep", "nowhere.json"), "nowhere.json"),
+        (("--keep", "50%", "--repair"), "leave out --keep"),
+    ],
+)
+def test_shares_that_make_no_subset(
+    cli: Run, tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    ran = cli("pack", source(), "-o", tmp_path / "pack", "--experts", "same", *arguments)
+    assert words in ran.mistake
+    assert not (tmp_path / "pack").exists()
+
+
 def test_json(cli: Run, tmp_path: Path) -> None:
     ran = cli("pack", source(), "-o", tmp_path / "pack", "--experts", "int4", "--json")
     assert (ran.code, ran.err) == (0, "")

@@ -42,7 +42,13 @@ STATS_FIELDS = (
     "bytes_read", "stall_s", "peak_rss_bytes", "memory_bytes", "budget_bytes", "policy", "kernels",
     "prefetch", "stalls", "links",
 )  # fmt: skip
-OPTIONAL_FIELDS = ("split", "approximated", "co_compute", "pressure")  # where there are any
+OPTIONAL_FIELDS = (
+    "split",
+    "approximated",
+    "subset",
+    "co_compute",
+    "pressure",
+)  # where there are any
 
 
 def add_to(parser: Parser) -> None:

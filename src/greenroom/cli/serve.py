@@ -55,8 +55,9 @@ def checked_name(model: str, load: LoadConfig, config: ServeConfig) -> str:
     if config.batch_invariant and load.approximation() is not None:
         raise UsageError(
             "--batch-invariant makes answers independent of other requests, but approximated misses"
-            " depend on the experts that other requests left in the cache: leave out"
-            " --batch-invariant, or --miss-precision, --skip-below and --substitute-below"
+            " and biased routers depend on the experts that other requests left in the cache: leave"
+            " out --batch-invariant, or --miss-precision, --skip-below, --substitute-below and"
+            " --cache-bias"
         )
     config.check_drafts()
     check_name(model)

@@ -61,7 +61,8 @@ def main(args: argparse.Namespace) -> None:
     if load.approximation() is not None:
         raise UsageError(
             "`greenroom tune` compares settings with the same output: leave out --miss-precision,"
-            " --skip-below and --substitute-below, or measure them with `greenroom bench`"
+            " --skip-below, --substitute-below and --cache-bias, or measure them with `greenroom"
+            " bench`"
         )
     check_early(load)
     with model_progress(args.model) as progress:

@@ -9,7 +9,7 @@ from greenroom.config.tables import check_policy, check_predictor
 from greenroom.config.values import KERNELS, KV, PREDICT_IN, parse_adapters, parse_device
 from greenroom.core.config.scheduler import TAU, SchedulerConfig
 from greenroom.errors import UsageError
-from greenroom.option import CACHE, MACHINE, MEMORY, PREFETCHING, at_least, option
+from greenroom.option import CACHE, INEXACT, MACHINE, MEMORY, PREFETCHING, at_least, option
 
 
 def budget(value: str | int, name: str) -> None:
@@ -140,6 +140,11 @@ class LoadConfig(SchedulerConfig):
         " model or the adapter that it names", "[NAME=]DIR", group=MACHINE,
         check=lambda value, name: parse_adapters(value),
     )  # fmt: skip
+    only_experts: str | None = option(
+        None, "leave out all experts but those that this file of one task lists, made by `greenroom"
+        " trace hot`; routers choose among the others. This changes the output", "FILE",
+        group=INEXACT,
+    )  # fmt: skip
     threads: int | None = option(
         None,
         "threads that compute on the CPU (default: one for each core)",
@@ -161,6 +166,13 @@ class LoadConfig(SchedulerConfig):
             raise UsageError(
                 "--repack reads experts from a copy of the model, which has none of --adapter's:"
                 " leave out one of them"
+            )
+        if self.adapter is not None and self.only_experts is not None:
+            raise UsageError("--only-experts and --adapter exclude each other: give one of them")
+        if self.only_experts is not None and self.repack is not None:
+            raise UsageError(
+                "--repack copies all experts, and --only-experts leaves some out: leave out one of"
+                " them, or make a pack with `greenroom pack --keep`"
             )
         if self.spare_devices >= len(parse_device(self.device)[1]) and self.spare_devices:
             raise UsageError(

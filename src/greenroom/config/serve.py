@@ -181,7 +181,9 @@ class ServeConfig(SpeculationConfig):
             "--split": load.split != OFF,
             "--pin": load.pin is not None,
             "--predictor": load.predictor is not None,
-            "--miss-precision, --skip-below and --substitute-below": load.approximation(),
+            "--miss-precision, --skip-below, --substitute-below or --cache-bias": (
+                load.approximation()
+            ),
             "--co-compute auto": load.uses_host(),
             f"--device {load.device}": load.device not in ("auto", "cpu", "fake"),
         }

@@ -156,6 +156,12 @@ class SimulateConfig(SchedulerConfig):
                 " give --miss-precision int4, or leave out --nested"
             )
         SchedulerConfig.__post_init__(self)
+        if at is not None and at.bias:
+            raise UsageError(
+                "--cache-bias changes routers' choices, and a trace has no scores of the experts"
+                " that were not chosen: record a trace with it (`greenroom trace record MODEL"
+                " --cache-bias SHARE`), and simulate that"
+            )
         if self.split == "auto":
             raise UsageError(
                 "--split auto takes shares from a model's earlier runs, which a simulation does not"

@@ -37,6 +37,10 @@ class Counts:
     joined:      exact, but only what the low-precision copy lacks was fetched
     on_host:     computed by the host's processor
 
+    Requests that would not have been made without an option that changes routers' choices:
+
+    rerouted:    for a token whose router preferred another expert
+
     A promotion fetches an expert that was computed on the host or from its copy. It is counted as a
     prefetch; `promoted` counts promotions that are complete and resident.
     """
@@ -60,6 +64,7 @@ class Counts:
     joined: int = 0
     on_host: int = 0
     promoted: int = 0
+    rerouted: int = 0
     idle: int = 0
     idle_used: int = 0
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 EXACT, LOW, SKIP = 0, 1, 2  # forms: stored weights, the low-precision copy, not computed
 Flags = NDArray[np.bool_]
+Scores = NDArray[np.float32]
 
 
 class StepPlan(NamedTuple):
@@ -111,6 +112,13 @@ class View(Protocol):
     def resident(self, experts: Ints) -> Flags:
         """Return a flag for each expert: it has a cache slot that is not borrowed, [n]."""
 
+    def in_slots(self, layer: int) -> Flags:
+        """Return a flag for each expert of a layer: all its bytes are in a slot, [experts].
+
+        The slot may be borrowed. An expert on its way to its slot has no flag. Of a split expert,
+        the top segment counts.
+        """
+
     def borrowed(self, expert: int) -> bool:
         """Tell whether an expert has borrowed a cache slot for an early fetch.
 
@@ -170,6 +178,17 @@ class Option:
         None is the default plan. The method must not change the scheduler's state.
         """
         return plan
+
+    def choose(self, layer: int, scores: Scores, chosen: Ints, view: View) -> Ints:
+        """Return the experts that decoded tokens use, in place of their router's choice.
+
+        scores: the router's scores of all experts, before the softmax: [tokens, experts]
+        chosen: ids within the layer of the experts that the router has chosen, [tokens, top_k]
+
+        The result has the shape of `chosen`; it is `chosen` itself if nothing changes. The method
+        is called before the layer's step begins, possibly while transfers land.
+        """
+        return chosen
 
     def order(self, pieces: Sequence[int]) -> Sequence[int]:
         """Sort the transfers that a step waits for and that have not begun.

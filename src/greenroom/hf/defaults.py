@@ -48,7 +48,7 @@ def apply_defaults(setup: ModelSetup, config: LoadConfig, room: int, top_k: int)
     scope = scope_of(setting.options.get("scope", config.scope))
     shares, cut = split_of(setting.options.get("split", config.split)), setup
     if shares is not None:
-        if setup.approximation is not None:  # experts that are split have no copies
+        if setup.approximates_misses:  # experts that are split have no copies
             return setup
         assert not isinstance(shares, str)  # tune and plan have shares to split at
         catalog, split = split_experts(setup.catalog, shares, top_k)

@@ -39,7 +39,7 @@ def _lines(stats: dict[str, Any]) -> list[str]:
 def inexact_line(counts: dict[str, Any]) -> str:
     """Describe which shares of the expert evaluations were approximated, in words."""
     named = (("low", f"in {counts['precision']}"), ("skipped", "left out"),
-             ("substituted", "replaced"))  # fmt: skip
+             ("substituted", "replaced"), ("rerouted", "rerouted"))  # fmt: skip
     shares = [f"{counts[f'{name}_share'] or 0:.1%} {what}" for name, what in named if counts[name]]
     return f"{', '.join(shares) or 'none'} of the expert evaluations"
 

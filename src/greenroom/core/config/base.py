@@ -31,6 +31,8 @@ class Approximation:
     share:      the share of the cache's memory for copies
     other:      rules without a threshold that serve misses inexactly, as the start-up line
                 describes them: "of layers above 20 left out"
+    bias:       not of misses: what routers add to the scores of experts in the cache, as a share of
+                the range of a token's scores, so that fewer experts are missing
 
     If several thresholds are set, an expert is served by the first rule in the order skip,
     substitute, low whose threshold is above its tail weight. If no substitute is found, the next
@@ -43,6 +45,7 @@ class Approximation:
     precision: str = "off"
     share: float = 0.125
     other: tuple[str, ...] = ()
+    bias: float = 0.0
 
     @property
     def highest(self) -> float:
@@ -50,6 +53,11 @@ class Approximation:
 
         A missing expert with this tail weight or more is computed exactly."""
         return max(self.low, self.skip, self.substitute)
+
+    @property
+    def of_misses(self) -> bool:
+        """Tell whether misses may be computed inexactly, and not only be avoided."""
+        return bool(self.highest or self.other)
 
     def merge(self, further: Approximation) -> Approximation:
         """Merge with another option's thresholds; the higher threshold of each kind applies."""
@@ -60,6 +68,7 @@ class Approximation:
             skip=max(self.skip, further.skip),
             substitute=max(self.substitute, further.substitute),
             promote=self.promote or further.promote,
+            bias=max(self.bias, further.bias),
             other=(*self.other, *further.other),
         )
 

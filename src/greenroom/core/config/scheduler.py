@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from greenroom.core.config.base import PREFETCH_RULES, VALUE, Approximation, OptionConfig
 from greenroom.core.config.shares import scope_of, split_of
+from greenroom.core.options.cache_bias import CacheBiasConfig
 from greenroom.core.options.cocompute import CoComputeConfig
 from greenroom.core.options.demand_order import DemandOrderConfig
 from greenroom.core.options.expert_order import ExpertOrderConfig
@@ -28,6 +29,7 @@ Config = TypeVar("Config", bound="SchedulerConfig")
 @dataclass(frozen=True)
 class SchedulerConfig(
     PrecisionConfig,
+    CacheBiasConfig,
     CoComputeConfig,
     DemandOrderConfig,
     ExpertOrderConfig,
@@ -70,7 +72,7 @@ class SchedulerConfig(
             raise UsageError("--miss-precision and --split exclude each other: give one of them")
 
     def approximation(self) -> Approximation | None:
-        """Return how misses are approximated, by all options together; None if all are exact.
+        """Return what makes the output inexact, by all options together; None if nothing does.
 
         Every option that is on takes part: the result has the higher threshold of each kind and
         the other rules of all options. `Approximation` says which rule serves an expert if several

@@ -37,7 +37,7 @@ class StateView:
     """Read-only access to the scheduler's state, for its options and for drivers.
 
     It is the `View` that options get, with further properties for drivers (runtime and simulator).
-    Only `restore_learned` and `hold_prefetches` change anything.
+    Only `restore_learned`, `hold_prefetches` and `count_rerouted` change anything.
 
     accuracy:      the accuracy of predictions
     forecast:      the method of `Lookahead` that returns a layer's predicted experts
@@ -173,10 +173,25 @@ class StateView:
         """
         self._transfers.queue.holds_prefetches = hold
 
+    def count_rerouted(self, requests: int) -> None:
+        """Count requests of experts for tokens whose router preferred others."""
+        self._counts.rerouted += requests
+
     # ---- for options
 
     def resident(self, experts: Ints) -> Flags:
         flags: Flags = self._placement.cache.state.slot_of[experts] >= 0
+        return flags
+
+    def in_slots(self, layer: int) -> Flags:
+        first, end = self.pieces.offsets[layer : layer + 2]
+        placement = self._placement
+        flags: Flags = placement.cache.state.slot_of[first:end] >= 0
+        for entry in list(placement.buffer.borrowed.values()):
+            if first <= entry.piece < end:
+                flags[entry.piece - first] = entry.state is not BorrowState.MOVING
+        moving = [piece for piece in list(self._transfers.queue.entries) if first <= piece < end]
+        flags[[piece - first for piece in moving]] = False
         return flags
 
     def borrowed(self, expert: int) -> bool:

@@ -348,6 +348,10 @@ class Greenroom:
                 "materialize: this expert cache no longer belongs to its model, which was"
                 " materialised, loaded again or freed: call greenroom.load again"
             )
+        if self.setup.subset is not None:
+            raise UnsupportedCall(
+                f"materialize: {self.setup.subset.description} are here: load the complete model"
+            )
         freed = self.capacity * self.setup.catalog.slot_bytes if self._close.alive else 0
         source = check_materialize(model, self.setup.source, 0 if self.engine else freed)
         self.detach()

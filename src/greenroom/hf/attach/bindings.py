@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from greenroom.core.plan import LOW
 from greenroom.core.predictor import Ids
+from greenroom.hf.attach.routers import ChangedRouters
 from greenroom.hf.attach.shared import SharedModules
 from greenroom.hf.checkpoint.pack.catalog import PackCatalog
 from greenroom.hf.kv.cache import append_token, remove_token
@@ -69,6 +70,7 @@ class Bindings:
         self.kernel, self.modules = kernel, modules
         self.accelerated: Accelerated | None = None
         self.shared: SharedModules | None = None
+        self._routers: ChangedRouters | None = None
         self._setup, self._driver, self._slots = setup, driver, driver.slots
         self._engines, self._engine = engines, engines[0] if engines else Engine()
         # Redirects tokens to the experts of their variants; None: the model has none.
@@ -88,6 +90,7 @@ class Bindings:
         `inputs` captures the hidden states that enter the routers. `on_routing(layer, experts)` is
         called with the experts that a layer's router chose, [tokens, top_k].
         """
+        self._routers = ChangedRouters(model, self._setup.catalog, self._driver)
         if isinstance(self.kernel, CpuKernel):
             self.accelerated = accelerate(
                 model, append_token, experts_with_residual, self.kernel.name
@@ -107,7 +110,7 @@ class Bindings:
                 layer,
                 experts,
                 driver.scheduler.policy.weighs,
-                self._setup.approximation is not None,
+                self._setup.approximates_misses,
                 any(each.counts_tokens for each in driver.scheduler.options),
                 router_inputs=partial(inputs.take_if_captured, layer) if inputs else None,
                 overlapped_work=self.shared.compute_early[layer],
@@ -138,18 +141,14 @@ class Bindings:
             return CoComputeKernel(kernel, self._engine, self._slab)
         if setup.catalog.layouts[0].segments:
             return SegmentedKernel(kernel, len(slots.pools))
-        return (
-            ApproximateKernel(kernel, len(slots.pools))
-            if setup.approximation is not None
-            else kernel
-        )
+        return ApproximateKernel(kernel, len(slots.pools)) if setup.approximates_misses else kernel
 
     def _experts(self, layer: int, module: nn.Module) -> LayerExperts:
         """Return a layer's experts, with the layout of their weights in cache slots."""
         setup, slots = self._setup, self._slots
         if setup.catalog.layouts[0].segments:
             return self._in_segments(layer, module)
-        if setup.approximation is not None:
+        if setup.approximates_misses:
             return approximate_layer(setup, module, layer, slots)
         layout, numbers = setup.catalog.layouts[layer], None
         if setup.variants is not None:
@@ -258,6 +257,6 @@ class Bindings:
         for module in self.modules:
             if hasattr(module, BINDING):
                 delattr(module, BINDING)
-        for part in (self.shared, self.accelerated):
+        for part in (self.shared, self.accelerated, self._routers):
             if part is not None:
                 part.detach()

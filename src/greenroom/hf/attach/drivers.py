@@ -99,5 +99,5 @@ def has_slot_table(setup: ModelSetup, co_compute: bool) -> bool:
     """
     if not setup.cuda or len(setup.devices) > 1 or co_compute or kernels_of(setup) != GPU_KERNEL:
         return False
-    exact = setup.approximation is None and setup.variants is None
+    exact = not setup.approximates_misses and setup.variants is None
     return exact and not setup.catalog.layouts[0].segments

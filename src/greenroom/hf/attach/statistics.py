@@ -59,6 +59,9 @@ def collect_stats(greenroom: Greenroom, host_tier: HostTier | None, base: Totals
         links=link_stats(driver, meter),
         split=split_stats(driver, counts),
         approximated=approximation_stats(driver, counts, greenroom.setup.approximation),
+        subset=None if (subset := greenroom.setup.subset) is None else {
+            "experts": subset.count, "model_experts": sum(subset.model_experts),
+        },
         co_compute=host_stats(driver, counts, meter.host_s),
         pressure=None if greenroom.pressure is None else greenroom.pressure.stats(),
         host=None if host_tier is None else {

@@ -39,7 +39,7 @@ def store_loss(config: LoadConfig, quality: Quality) -> None:
     loss = Loss(
         at.precision, at.low, at.skip, at.substitute, quality.approximated["inexact_share"] or 0.0,
         quality.kl_mean, quality.perplexity, quality.original_perplexity, quality.tokens,
-        date.today().isoformat(),
+        date.today().isoformat(), at.bias,
     )  # fmt: skip
     try:
         files.update_records(digest, name, lambda records: records.with_loss(loss))
@@ -57,14 +57,14 @@ def stored_loss(setup: ModelSetup) -> Loss | None:
     if at is None or at.other or not setup.fingerprint:
         return None
     records = files.load_records(setup.fingerprint, machine_name(host_facts()))
-    return records.loss(at.precision, at.low, at.skip, at.substitute)
+    return records.loss(at.precision, at.low, at.skip, at.substitute, at.bias)
 
 
 def describe_loss(source: str, loss: Loss | None) -> str:
     """Describe approximate cache misses' quality loss, or name the command that measures it."""
     if loss is None:
         return (
-            "misses are approximated, and their quality loss was not measured: to measure it, run"
+            "answers are inexact, and their quality loss was not measured: to measure it, run"
             f" `greenroom verify {source} --quality FILE` with the same options"
         )
     return (

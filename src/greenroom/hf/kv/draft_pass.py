@@ -34,7 +34,8 @@ class DraftPass:
         self._batch, self._mtp = Batch(model, exact=True), mtp_layer_of(model)
         approximated = model.greenroom.setup.approximation is not None
         self.obstacle = (
-            "misses are approximated, so the output depends on the expert cache" * approximated
+            "misses are approximated or routers biased, so the output depends on the expert cache"
+            * approximated
             or self._batch.sequential_reason
             or self._find_obstacle(model)
         )

@@ -9,6 +9,7 @@ from greenroom.config import Amount, LoadConfig, parse_device, scope_of, split_o
 from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.state import group_sizes
 from greenroom.hf.attach.predictors import check_prefetch
+from greenroom.hf.attach.routers import check_bias
 from greenroom.hf.checkpoint.source import ModelSource
 from greenroom.hf.defaults import LEAST_SHARE, apply_defaults, auto_split
 from greenroom.hf.load.budget import Budget, least_slots
@@ -36,7 +37,9 @@ def requested_setup(
     if shares is not None:  # auto is set when the capacity is known
         first = LEAST_SHARE if isinstance(shares, str) else shares
         catalog, split = split_experts(catalog, first, description.top_k)
-    check_copies(catalog, config.approximation())
+    if (at := config.approximation()) is not None and at.bias:
+        check_bias(skeleton.model, catalog, skeleton.variants is not None)
+    check_copies(catalog, at)
     routers = catalog if skeleton.variants is None else skeleton.variants.of_model(catalog)
     check_prefetch(
         skeleton.model, routers, config.prefetch, config.predictor, description.fingerprint
@@ -70,6 +73,7 @@ def requested_setup(
         keys_values=description.keys_values,
         source=source,
         variants=skeleton.variants,
+        subset=skeleton.subset,
     )
     setup = replace(setup, kernels=kernels_of(setup), kernel_fallback=kernel_fallback(setup))
     shrink_dense(skeleton, config, setup.kernels in COMPILED)

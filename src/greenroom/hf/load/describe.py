@@ -72,6 +72,8 @@ class Description:
             keys_values = replace(keys_values, layers=(*layers, layers[-1]))
         if skeleton.variants is not None:  # whose routing has other numbers of experts
             digest += f"-adapters-{skeleton.variants.digest}"
+        if skeleton.subset is not None:
+            digest += f"-subset-{skeleton.subset.digest}"
         return cls(skeleton, digest, context, keys_values, experts_per_token(skeleton.model))
 
     def slot_budget(
@@ -153,7 +155,9 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
     Raises NotAModel, NotMoE, UnsupportedModel or CheckpointError.
     """
     checkpoint = open_or_inspect(source, config.config)
-    skeleton = ModelSkeleton.of(checkpoint, config.dtype, adapters=adapters_of(config))
+    skeleton = ModelSkeleton.of(
+        checkpoint, config.dtype, adapters=adapters_of(config), only=config.only_experts
+    )
     named = "native" if config.kernels == "auto" and not missing_reason() else config.kernels
     compiled = not on_a_gpu and named in COMPILED
     shrink_dense(skeleton, config, compiled)

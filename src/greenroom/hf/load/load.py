@@ -38,19 +38,20 @@ def load(
     host_memory: str | int | None = None, scope: str = "shared", pin: str | None = None,
     split: str = "off", miss_precision: str = "off", low_below: float | None = None,
     low_share: str = "12.5%", low_follow: bool = False, skip_below: float = 0.0,
-    substitute_below: float = 0.0, co_compute: str = "off", demand_order: str = "id",
-    expert_order: str = "resident", prefetch: str = "auto", predictor: str | None = None,
-    no_guard: bool = False, prefetch_rule: str = "value", predict_in: str = "auto", tau: int = 5000,
-    context: int = 4096, kv: str = "dynamic", disk_tables: str | int = "64MiB",
-    pressure: str = "auto", readers: int = 4, direct: str = "auto", repack: str | None = None,
-    read_limit: str | int | None = None, dtype: str = "auto", config: str | None = None,
-    adapter: str | tuple[str, ...] | None = None, threads: int | None = None, spare_devices: int = 0
+    substitute_below: float = 0.0, cache_bias: float = 0.0, co_compute: str = "off",
+    demand_order: str = "id", expert_order: str = "resident", prefetch: str = "auto",
+    predictor: str | None = None, no_guard: bool = False, prefetch_rule: str = "value",
+    predict_in: str = "auto", tau: int = 5000, context: int = 4096, kv: str = "dynamic",
+    disk_tables: str | int = "64MiB", pressure: str = "auto", readers: int = 4,
+    direct: str = "auto", repack: str | None = None, read_limit: str | int | None = None,
+    dtype: str = "auto", config: str | None = None, adapter: str | tuple[str, ...] | None = None,
+    only_experts: str | None = None, threads: int | None = None, spare_devices: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
-    Returns (model, tokenizer), both of transformers. To train, save, copy or move the model, first
-    read all its experts into memory by `model.greenroom.materialize()`. Raises GreenroomError.
-    `model` is a folder, a GGUF file, a hub id (or owner/name:Q4_K_M), or `demo`. Options:
+    Returns (model, tokenizer) of transformers; `model.greenroom.materialize()` reads all experts,
+    to train, save, copy or move the model. Raises GreenroomError. `model` is a folder, a GGUF file,
+    a hub id (or owner/name:Q4_K_M), or `demo`. Options:
     memory: limit for the process (with a GPU, for GPU memory): "8GiB", "60%", "auto" (default)
     host_memory: with a GPU, the limit for the process in host memory, in the form of `memory`
     cache: size of the expert cache, instead of `memory`: "25%" of the experts, or "2GiB"
@@ -63,9 +64,8 @@ def load(
     dtype: dtype to compute in: auto (that of the checkpoint), bfloat16, float16, float32
     kernels: code for experts: auto, eager (as transformers), native, precise, rounded, triton
     config: of a GGUF file, the folder, file or hub id with the original config and tokenizer
-    adapter: folder with changed experts (ESFT), which replace the model's own
-    threads: number of threads that compute on the CPU
-    readers: number of threads that read experts from disk
+    adapter, only_experts: folder with changed experts (ESFT); file of the only experts to use
+    threads, readers: numbers of threads that compute on the CPU, and that read experts from disk
     direct: bypass the page cache when experts are read: auto, on, off
     read_limit: most bytes that are read in a second, to imitate a slower disk: "50MB"
     repack: folder for a copy of the model in which each expert is one range; made if missing
@@ -85,10 +85,10 @@ def load(
     Options for approximate experts, which change the output:
     miss_precision: compute missing experts from a pack's low-precision copies: off, int8, int4
     low_below: share of a token's gate weights below which a missing expert's copy is computed
-    low_share: share of the cache's memory for low-precision copies
-    low_follow: after a copy was computed, read the exact expert for later tokens
+    low_share, low_follow: share of the cache's memory for copies; read the exact expert afterwards
     skip_below: share of a token's gate weights below which a missing expert is left out
     substitute_below: share of gate weights below which another expert replaces a missing one
+    cache_bias: share of the range of scores by which routers prefer experts in the cache
     """
     named, every = locals(), options_in(LoadConfig)
     return load_with(model, LoadConfig(**{each.name: named[each.name] for each in every}))

@@ -20,7 +20,7 @@ from greenroom.runtime.kernels.dense.table import disk_bytes
 # Options that the line repeats as given; those of the scheduler are repeated too.
 AS_GIVEN = (
     "kv", "disk_tables", "device", "host_memory", "readers", "direct", "read_limit", "repack",
-    "dtype", "threads", "pin", "config", "adapter",
+    "dtype", "threads", "pin", "config", "adapter", "only_experts",
 )  # fmt: skip
 LONGEST = 160  # characters of the short line
 SEPARATOR = " · "
@@ -47,8 +47,11 @@ def _short_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     kv = f" in {kind.name}, WHICH CHANGES THE OUTPUT," if kind.form else ""
     line = f"{shown}: {stats.capacity} of {stats.experts} experts in slots ({slots})"
     line += _adapters(greenroom, config)
-    if setup.approximation is not None:
-        line += " · inexact misses, WHICH CHANGES THE OUTPUT"
+    if setup.subset is not None:
+        line += f" · {setup.subset.description}, WHICH CHANGES THE OUTPUT"
+    if (at := setup.approximation) is not None:
+        what = ["inexact misses"] * at.of_misses + ["biased routers"] * bool(at.bias)
+        line += f" · {' and '.join(what)}, WHICH CHANGES THE OUTPUT"
     if setup.kernel_fallback:
         line += f" · kernels: {stats.kernels}"
     if greenroom.engine is not None and stats.co_compute is not None:
@@ -116,6 +119,8 @@ def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     kind, kv_bytes = setup.keys_values.kind, setup.keys_values.total_bytes(setup.context)
     quantised = f" in {kind.name}, which changes the output," if kind.form else ""
     approximation = f" · {_approximation(greenroom)}" if setup.approximation is not None else ""
+    if setup.subset is not None:
+        approximation = f" · {setup.subset.description}, which CHANGES THE OUTPUT{approximation}"
     kernels = f" · kernels: {stats.kernels}" if stats.kernels != greenroom.kernel.name else ""
     origin = f" · settings {setup.settings_origin}" if setup.settings_origin else ""
     packed = f", packed as {catalog.kind}" if isinstance(catalog, PackCatalog) else ""
@@ -190,7 +195,10 @@ def _approximation(greenroom: Greenroom) -> str:
         if share
     ]
     what += at.other
-    return f"misses {', '.join(what)}, which CHANGES THE OUTPUT, depending on the cache's content"
+    parts = [f"misses {', '.join(what)}"] * bool(what)
+    if at.bias:
+        parts.append(f"routers prefer experts in the cache by {at.bias:g} of the range of scores")
+    return f"{' and '.join(parts)}, which CHANGES THE OUTPUT, depending on the cache's content"
 
 
 def _memory_name(greenroom: Greenroom) -> str:

@@ -36,7 +36,8 @@ def resolve(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = find_checkpoint(source, config.config)
-    skeleton = ModelSkeleton.of(checkpoint, config.dtype, mtp, adapters_of(config, variants))
+    adapters = adapters_of(config, variants)
+    skeleton = ModelSkeleton.of(checkpoint, config.dtype, mtp, adapters, config.only_experts)
     return ModelSource.of(skeleton.checkpoint, config.dtype), skeleton, gpu
 
 

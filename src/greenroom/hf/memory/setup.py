@@ -15,6 +15,7 @@ from greenroom.hf.checkpoint.source import ModelSource
 from greenroom.hf.kv.cache import ROOM
 from greenroom.hf.kv.sizes import KVBytes
 from greenroom.hf.variants.catalog import ExpertVariants
+from greenroom.hf.variants.subset import ExpertSubset
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class ModelSetup:
     keys_values: KVBytes = field(default_factory=lambda: KVBytes(()))  # of one sequence
     source: ModelSource | None = None  # the checkpoint, which materialize reads again
     variants: ExpertVariants | None = None  # of the experts in the catalog; None: the model alone
+    subset: ExpertSubset | None = None  # the experts in the catalog; None: all of the model
 
     @property
     def router_catalog(self) -> Catalog:
@@ -76,8 +78,14 @@ class ModelSetup:
 
     @property
     def approximation(self) -> Approximation | None:
-        """Return the rules for approximating missing experts; None if all are exact."""
+        """Return the rules that make the output inexact; None if it is the full model's."""
         return self.config.approximation()
+
+    @property
+    def approximates_misses(self) -> bool:
+        """Return whether a missing expert may be computed inexactly."""
+        at = self.approximation
+        return at is not None and at.of_misses
 
     def empty_cache(self, config: Any) -> Any:
         """Return an empty KV cache, of the kind that `--kv` names, for a model's decoder."""

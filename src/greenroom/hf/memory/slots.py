@@ -101,7 +101,7 @@ def _check_parts(setup: ModelSetup) -> None:
             "this pack's int8 experts contain int4 copies, which work with --device cpu only: give"
             " that, or pack the model without --miss-precision"
         )
-    if not segments and setup.approximation is None:
+    if not segments and not setup.approximates_misses:
         return
     if segments:
         what, remedy = "this pack's experts are in segments", "pack the model without --segments"

@@ -51,6 +51,7 @@ from greenroom.hf.model.lazy import LazyTensor, decode_gguf
 from greenroom.hf.mtp.layer import add_mtp_layer
 from greenroom.hf.variants.catalog import ExpertVariants
 from greenroom.hf.variants.index import NO_ADAPTERS, Adapters, index_experts
+from greenroom.hf.variants.subset import ExpertSubset, Only, check_subset
 from greenroom.json_file import printable
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.memory.arena import TensorArena
@@ -80,6 +81,7 @@ class ModelSkeleton:
     _unused: list[str] = field(default_factory=list)  # tensors that no parameter needs
     # dense parameters that stay encoded in memory, or stay on disk
     _encoded: dict[str, DenseParameter] = field(default_factory=dict)
+    subset: ExpertSubset | None = None  # the experts in the catalog; None: all
     variants: ExpertVariants | None = None  # of the experts in the catalog, where there are several
 
     @classmethod
@@ -89,23 +91,24 @@ class ModelSkeleton:
         dtype: str = "auto",
         mtp: bool = False,
         adapters: Adapters = NO_ADAPTERS,
+        only: Only = None,
     ) -> ModelSkeleton:
         """Build a checkpoint's model on the meta device, and index its experts' byte ranges.
 
         Only config and tensor headers are read. `dtype` is "auto" (that of the config, else of the
         weights), "bfloat16", "float16" or "float32"; `mtp` adds the MTP layer; `adapters` change
-        experts. Raises NotAModel, NotMoE, UnsupportedModel, CheckpointError, or UnknownName for
-        another dtype.
+        experts; `only` leaves out all other experts. Raises NotAModel, NotMoE, UnsupportedModel,
+        CheckpointError, or UnknownName for another dtype.
         """
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         with wrap_library_errors(
             f"{checkpoint.folder}: cannot build a model from its config and tensors"
         ):
-            return cls._of(checkpoint, dtype, mtp, adapters)
+            return cls._of(checkpoint, dtype, mtp, adapters, only)
 
     @classmethod
     def _of(
-        cls, checkpoint: Checkpoint, dtype: str, mtp: bool, adapters: Adapters
+        cls, checkpoint: Checkpoint, dtype: str, mtp: bool, adapters: Adapters, only: Only
     ) -> ModelSkeleton:
         config = _config(checkpoint)
         kind, config = class_of(config)
@@ -121,16 +124,21 @@ class ModelSkeleton:
             add_mtp_layer(model, checkpoint, main)
         dtypes = TargetDtypes(model._get_dtype_plan(main))
         layers = find_streamed_parameters(model, dtypes)
+        subset = ExpertSubset.of_header(checkpoint.pack.header) if checkpoint.pack else None
+        layers = subset.reduce_parameters(layers) if subset else layers
         conversions, unused = conversions_of(model, checkpoint)
         checkpoint, catalog, variants = index_experts(
             model, checkpoint, conversions, layers, adapters
         )
+        if only is not None:
+            subset = check_subset(model, checkpoint, catalog, only)
+            catalog, layers = subset.reduce(catalog, layers)
         streamed = {s.full_name for layer in layers for s in layer}
         names = list(model.state_dict())
         detach_experts(model, layers)
         dense = {k: r for k, r in conversions.items() if not streamed.intersection(r.targets)}
         skeleton = cls(checkpoint, catalog, model, main, layers, dense, names, unused)
-        skeleton.variants = variants
+        skeleton.variants, skeleton.subset = variants, subset
         skeleton._check_dense()
         _report_unused(model, unused)
         return skeleton
@@ -219,8 +227,9 @@ class ModelSkeleton:
         type(model)._finalize_model_loading(model, options, info)
         model.all_tied_weights_keys = tied
         self._load_encoded()
-        model.eval()
-        model.set_use_kernels(False, None)
+        if self.subset is not None:
+            self.subset.restrict(model)
+        model.eval().set_use_kernels(False, None)
         if not isinstance(self.checkpoint, GgufCheckpoint):  # a GGUF file has no generation config
             load_generation_config(model, self.checkpoint.folder)
         if torch.device(device).type != "cpu":

@@ -38,6 +38,7 @@ from greenroom.hf.checkpoint.pack.reading import UNFINISHED_SUFFIX, Pack, dense_
 from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.hf.pack import dense
+from greenroom.hf.pack.subset import Keep, packed_skeleton
 from greenroom.hf.pack.target import ExpertPacker, low_copy_of, target_layout
 from greenroom.hf.pack.workers import ExpertsFile, write_experts
 from greenroom.runtime.memory.system import peak_rss_bytes
@@ -82,6 +83,7 @@ def pack(
     *,
     segments: int = 1,
     precision: str | None = None,
+    keep: Keep | None = None,
     repair: bool = False,
     config: str | None = None,
     progress: Progress = lambda done, total: None,
@@ -94,6 +96,7 @@ def pack(
     segments:  into how many segments along the intermediate dimension each expert is divided
     precision: int8 or int4 adds a low-precision copy of each expert, which may replace the expert
                when it is not in memory
+    keep:      which experts are packed; None: all
     repair:    True replaces the damaged files and experts of an existing pack
     config:    folder, file or hub id with the config of a GGUF file
     progress:  called with (bytes done, bytes in total)
@@ -114,16 +117,15 @@ def pack(
         )
     began, folder = time.perf_counter(), Path(os.path.abspath(Path(out).expanduser()))
     checkpoint = find_checkpoint(source, config)
-    inside = (
-        checkpoint.folder.parent if isinstance(checkpoint, GgufCheckpoint) else checkpoint.folder
-    )
+    is_file = isinstance(checkpoint, GgufCheckpoint)
+    inside = checkpoint.folder.parent if is_file else checkpoint.folder
     if not repair and folder.resolve() == inside.resolve():
         raise UsageError(
             f"{folder}: the pack cannot go to the model's own folder: name another folder with -o"
         )
-    job = _Job(
-        ModelSkeleton.of(checkpoint), _source_name(source), kind, segments, precision, progress
-    )
+    skeleton = packed_skeleton(checkpoint, keep, folder if repair else None)
+    job = _Job(skeleton, _source_name(source), kind, segments, precision, progress)
+    job.more = keep.arguments if keep is not None else ()
     packed = job.repair(folder) if repair else job.make(folder)
     layers, experts = job.header.layers, job.header.experts
     target = sum(layer.experts * layer.layout.nbytes for layer in layers)
@@ -160,6 +162,7 @@ class _Job:
     precision: str | None
     progress: Progress
     done: int = 0  # bytes
+    more: tuple[str, ...] = ()  # further arguments of the command
 
     def __post_init__(self) -> None:
         self.checkpoint, self.catalog = self.skeleton.checkpoint, self.skeleton.catalog
@@ -200,7 +203,11 @@ class _Job:
         if self.precision is not None:
             low_copy = low_copy_of(self.precision, self.kind, source, target, module, name)
             packers = packer.with_copies(low_copy)
-        return PackLayer(name, end - first, 0, target, low_copy=low_copy), packers
+        layer = PackLayer(name, end - first, 0, target, low_copy=low_copy)
+        if (subset := self.skeleton.subset) is not None:
+            of = subset.model_experts[number]
+            layer = replace(layer, subset=subset.experts[number], model_experts=of)
+        return layer, packers
 
     def _advance(self, nbytes: int) -> None:
         self.done += nbytes
@@ -230,7 +237,9 @@ class _Job:
                 " made in a folder of this name: delete or rename the folder"
             )
         else:
-            with closing(Journal(work, self._plan(), self.header.command(folder))) as journal:
+            with closing(
+                Journal(work, self._plan(), self.header.command(folder, *self.more))
+            ) as journal:
                 dense.copy_small(self.checkpoint, work)
                 packed = self._fill(work, journal, self.header.source)
                 with write_errors(work):

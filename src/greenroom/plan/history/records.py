@@ -73,7 +73,7 @@ class StoredSetting:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Measured loss of quality by approximating cache misses with a low gate weight.
+    """Measured loss of quality by approximating cache misses, or by biased routers.
 
     precision:        precision of the copies that serve misses, or off
     low:              tail weight below which a copy serves a miss (--low-below)
@@ -85,6 +85,7 @@ class Loss:
     exact_perplexity: perplexity of the exact model
     tokens:           number of tokens that were measured
     when:             date of the measurement, as 2025-12-31
+    bias:             what routers add to the scores of experts in the cache (--cache-bias)
     """
 
     precision: str
@@ -97,10 +98,11 @@ class Loss:
     exact_perplexity: float
     tokens: int
     when: str
+    bias: float = 0.0
 
     @property
-    def key(self) -> tuple[str, float, float, float]:
-        return self.precision, self.low, self.skip, self.substitute
+    def key(self) -> tuple[str, float, float, float, float]:
+        return self.precision, self.low, self.skip, self.substitute, self.bias
 
     @classmethod
     def from_json(cls, entry: Any, where: str = "a loss") -> Loss:
@@ -160,12 +162,14 @@ class Records:
             return self
         return replace(self, loads=(*self.loads, process)[-LOADS:])
 
-    def loss(self, precision: str, low: float, skip: float, substitute: float) -> Loss | None:
-        """Return the quality loss measured with exactly this precision and these thresholds.
+    def loss(
+        self, precision: str, low: float, skip: float, substitute: float, bias: float = 0.0
+    ) -> Loss | None:
+        """Return the quality loss measured with exactly this precision, thresholds and bias.
 
         None if there is none.
         """
-        key = precision, low, skip, substitute
+        key = precision, low, skip, substitute, bias
         return next((each for each in self.losses if each.key == key), None)
 
     def with_loss(self, loss: Loss) -> Records:

@@ -85,7 +85,7 @@ class Driver:
         self._step_lock = FairLock()
         self._error: Failure | None = None  # of the current step
         self._overlapped_work: Callable[[], object] | None = None
-        self._pass, self._layer, self._request, self._prefill = -1, pieces.layers, 0, False
+        self._pass, self._layer, self._request, self.prefill = -1, pieces.layers, 0, False
         self._pass_start: tuple[float, float, int] | None = None  # time, stall_s, tokens
         self._chunk_starts: dict[tuple[int, int], float] = {}  # time by (link, lane)
         self._host: HostWorker | None = None
@@ -108,7 +108,7 @@ class Driver:
         """Begin a forward pass of the model: start its clock and predict its experts."""
         self.deferred.settle()
         with self._lock:
-            self._request, self._prefill = at.request, at.prefill
+            self._request, self.prefill = at.request, at.prefill
             self._pass_start = time.perf_counter(), self.meter.stall_s, at.tokens
             self.scheduler.idle.end()
         self.predictions.begin(at, self._pass + 1)
@@ -126,11 +126,11 @@ class Driver:
         begin, stalls, tokens = self._pass_start
         self._pass_start, now = None, time.perf_counter()
         seconds, waited = now - begin, self.meter.stall_s - stalls
-        if not self._prefill:
+        if not self.prefill:
             self.meter.add_decode(seconds, waited)
         if (timeline := self.timeline) is not None:
-            timeline.add_span("passes", "prompt" if self._prefill else "token", begin, now)
-        self.predictions.end(self._prefill, seconds, waited, tokens)
+            timeline.add_span("passes", "prompt" if self.prefill else "token", begin, now)
+        self.predictions.end(self.prefill, seconds, waited, tokens)
 
     def announce_routing(self, layer: int, experts: np.ndarray) -> None:
         """Start to fetch experts that a router has chosen, before their layer runs.
@@ -196,7 +196,7 @@ class Driver:
             self.predictions.reached(self._pass, layer)
             try:
                 self._handle(Routed(
-                    self._pass, layer, pieces, self._request, rows, weights, self._prefill,
+                    self._pass, layer, pieces, self._request, rows, weights, self.prefill,
                     tail_weights, device_only=prepare_host_job is None,
                 ))  # fmt: skip
                 self.miss_counts[layer] += self.scheduler.view.misses - misses
@@ -227,7 +227,7 @@ class Driver:
                 continue
             begin = time.perf_counter()
             compute(action.experts - first, action.slots, *((action.part,) if has_parts else ()))
-            if not self._prefill:
+            if not self.prefill:
                 self.meter.computed_s += time.perf_counter() - begin
             if (timeline := self.timeline) is not None:
                 timeline.add_group(layer, action, begin)

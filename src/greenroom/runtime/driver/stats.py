@@ -40,6 +40,7 @@ class Stats(Mapping[str, Any]):
     host: slots, requests and hits of the second expert cache, in host memory; None without one
     split: requests of split experts (see `split_stats`); None if experts are not split
     approximated: approximated misses (see `approximation_stats`); None if all misses are exact
+    subset: how many experts the model has, and the complete model has; None if it has all
     co_compute: misses moved to the device, and misses computed on the host (see `host_stats`);
         None if all misses are moved
     pressure: how often the cache has shrunk because memory was short, since loading (see
@@ -68,6 +69,7 @@ class Stats(Mapping[str, Any]):
     capacity_most: int = 0
     split: dict[str, Any] | None = None
     approximated: dict[str, Any] | None = None
+    subset: dict[str, int] | None = None
     co_compute: dict[str, Any] | None = None
     pressure: dict[str, Any] | None = None
 
@@ -116,6 +118,7 @@ def approximation_stats(
         in its slot when the layer began
     skipped: misses that were not computed
     substituted: misses computed with another expert's weights
+    rerouted: requests of experts in the cache for tokens whose router preferred other experts
     joined: exact misses that fetched only the bytes that the expert's copy in memory lacks
     promoted: exact experts fetched after a miss was computed from their copy
     secondary_slots: slots for low-precision copies
@@ -126,7 +129,7 @@ def approximation_stats(
     if at is None:
         return None
     copies = driver.pieces.copies
-    names = ("low", "skipped", "substituted")
+    names = ("low", "skipped", "substituted", "rerouted")
     approximated = {name: getattr(counts, name) for name in names}
     of = counts.requests
     return {
@@ -134,6 +137,7 @@ def approximation_stats(
         "low_below": at.low,
         "skip_below": at.skip,
         "substitute_below": at.substitute,
+        "cache_bias": at.bias,
         "secondary_slots": copies.secondary_slots if copies is not None else 0,
         **approximated,
         "low_hits": counts.low_hits,

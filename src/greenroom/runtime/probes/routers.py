@@ -62,13 +62,13 @@ class Router:
             except (ValueError, IndexError):
                 if len(shape) == 3:
                     raise
-        chosen, scores = _read(out, len(hidden))
+        chosen, scores = read_output(out, len(hidden))
         if scores is not None and scores.shape[1] >= self.experts:
             return scores[:, : self.experts], chosen
         return None, chosen
 
 
-def _read(out: Any, tokens: int) -> tuple[Tensor, Tensor | None]:
+def read_output(out: Any, tokens: int) -> tuple[Tensor, Tensor | None]:
     """Extract (expert ids, scores) from a router's result (scores, weights, ids, ...).
 
     Scores are None if there is not the same number for each token.

@@ -211,11 +211,18 @@ APPROXIMATION_SETTINGS = (
     "low_below",
     "skip_below",
     "substitute_below",
+    "cache_bias",
     "secondary_slots",
     "low_hits",
     "joined",
 )
-SHARE_FIELDS = ("low_share", "skipped_share", "substituted_share", "inexact_share")
+SHARE_FIELDS = (
+    "low_share",
+    "skipped_share",
+    "substituted_share",
+    "rerouted_share",
+    "inexact_share",
+)
 CO_COMPUTE_FIELDS = ("promoted", "host_s", "on_host_share")
 NOT_COUNTS = frozenset(
     {

@@ -51,10 +51,10 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def test_another_version(folder: Path) -> None:
-    edit(folder, lambda raw: raw.update(version=4))
+    edit(folder, lambda raw: raw.update(version=5))
     with pytest.raises(UnsupportedModel) as error:
         find_checkpoint(folder)
-    assert "format version 4, but this Greenroom reads versions 1 to 3" in one_line(error)
+    assert "format version 5, but this Greenroom reads versions 1 to 4" in one_line(error)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from greenroom.trace.container import atomic_file
 HEADER = "greenroom.json"
 DATA = "experts.greenroom"
 FORMAT = "greenroom-pack"
-# Versions of plain packs, of packs with segments, and of packs with low-precision copies.
-VERSION, SEGMENTED, COPIES = VERSIONS = 1, 2, 3
+# Versions of plain packs, packs with segments, with low-precision copies, and with some experts.
+VERSION, SEGMENTED, COPIES, SUBSET = VERSIONS = 1, 2, 3, 4
 KINDS = ("int8", "int4", "fp8", "bf12", "same")  # the choices of --experts
 
 
@@ -52,6 +52,8 @@ class PackLayer:
     runs:     the byte ranges of an expert that have a checksum each
     crc32:    the checksums of all runs, expert by expert
     low_copy: the form of the low-precision copy at the beginning of each expert, if any
+    subset:   the numbers of the experts in the complete model, ascending; empty if all are packed
+    model_experts: the number of experts in the complete model; 0 if all are packed
     """
 
     name: str
@@ -60,6 +62,8 @@ class PackLayer:
     layout: SlotLayout
     crc32: tuple[int, ...] = ()
     low_copy: LowPrecisionCopy | None = None
+    subset: tuple[int, ...] = ()
+    model_experts: int = 0
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -131,7 +135,12 @@ class PackHeader:
 
     @property
     def version(self) -> int:
-        """The version of the pack format: 3 with low-precision copies, 2 with segments, else 1."""
+        """The version of the pack format.
+
+        4 if only some experts are packed, else 3 with low-precision copies, 2 with segments, or 1.
+        """
+        if self.layers[0].subset:
+            return SUBSET
         if self.precision:
             return COPIES
         return SEGMENTED if any(layer.layout.segments for layer in self.layers) else VERSION
@@ -260,6 +269,8 @@ def _layer(layer: PackLayer) -> dict[str, Any]:
             "nested": low_copy.nested,
             **_layout(low_copy.layout),
         }
+    if layer.subset:
+        entry["subset"] = {"experts": list(layer.subset), "of": layer.model_experts}
     return {**entry, "crc32": list(layer.crc32)}
 
 

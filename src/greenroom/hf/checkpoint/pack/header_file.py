@@ -60,7 +60,7 @@ def read(folder: Path) -> PackHeader:
         if kind == pack.FORMAT and version not in pack.VERSIONS:
             raise UnsupportedModel(
                 f"{path}: this pack has format version {printable(version)}, but this Greenroom"
-                f" reads versions {pack.VERSION} to {pack.COPIES}: make the pack again"
+                f" reads versions {pack.VERSION} to {pack.SUBSET}: make the pack again"
             )
         header = parse(raw)
     except Malformed as error:
@@ -90,6 +90,8 @@ def parse(raw: JsonObject) -> PackHeader:
         raise Malformed("the header has no layers, no dense files, or the same layer twice")
     if len({(x.low_copy.precision, x.low_copy.nested) if x.low_copy else None for x in layers}) > 1:
         raise Malformed("the layers have different low-precision copies, or only some have copies")
+    if len({bool(layer.subset) for layer in layers}) > 1:
+        raise Malformed("only some layers say which experts are packed")
     return header
 
 
@@ -108,13 +110,25 @@ def _layer(raw: JsonObject, dtype: str) -> PackLayer:
         layout = _with_segments(raw, layout)
     low_copy = _low_copy(raw.object("low"), layout) if "low" in raw else None
     experts = raw.integer("experts", least=1)
-    layer = PackLayer(raw.text("name"), experts, 0, layout, raw.list_of("crc32", integer), low_copy)
+    subset, of = _subset(raw.object("subset"), experts) if "subset" in raw else ((), 0)
+    crc32 = raw.list_of("crc32", integer)
+    layer = PackLayer(raw.text("name"), experts, 0, layout, crc32, low_copy, subset, of)
     if len(layer.crc32) != layer.experts * len(layer.runs):
         raise Malformed(
             f"the layer {printable(layer.name)} has {len(layer.crc32)} checksums, but must have"
             f" {layer.experts * len(layer.runs)}"
         )
     return layer
+
+
+def _subset(raw: JsonObject, experts: int) -> tuple[tuple[int, ...], int]:
+    """Read the numbers of the packed experts in the complete model, and how many that has."""
+    subset, of = raw.list_of("experts", integer), raw.integer("of", least=1)
+    if len(subset) != experts or list(subset) != sorted({*subset}) or subset[-1] >= of:
+        raise Malformed(
+            f"the subset of a layer's experts must be {experts} ascending numbers below {of}"
+        )
+    return subset, of
 
 
 def _layout(raw: JsonObject, dtype: str) -> SlotLayout:
