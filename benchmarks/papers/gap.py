@@ -8,9 +8,10 @@ as stored and in two orders shuffled by --seed.
 
     gap closed = (LRU's misses - the policy's) / (LRU's misses - OPT's)
 
-With `--learned` a policy that learns for later runs starts with what it has learned from requests
-0, 2, 4, ... in stored order, at the same capacity; the cache is empty. LRU is pinned as the policy is; OPT, the floor of everything, is not. A policy that must know the
-trace beforehand is left out. Cells are means over the request orders.
+With `--learned`, a policy that learns for later runs starts with what it has learned from requests
+0, 2, 4, ... in stored order, at the same capacity; the cache is empty. LRU is pinned as the policy
+is; OPT, the floor of everything, is not. A policy that must know the trace beforehand is left out.
+Cells are means over the request orders.
 """
 
 from __future__ import annotations
@@ -70,9 +71,7 @@ def _misses(
 ) -> int:
     chosen, learned = policy(name), None
     if earlier is not None and chosen.learning is not None:
-        learned = replay(
-            earlier, offsets, capacity, chosen, pin=pin, seed=seed, learned={}
-        ).learned
+        learned = replay(earlier, offsets, capacity, chosen, pin=pin, seed=seed, learned={}).learned
     return replay(requests, offsets, capacity, chosen, pin=pin, seed=seed, learned=learned).misses
 
 
