@@ -22,7 +22,7 @@ from greenroom.core.policy import (
     Weights,
     compiled,
 )
-from greenroom.policies import next_use
+from greenroom.policies.next_use import NextUseState, next_use
 from greenroom.policies.opt import next_uses
 
 inner_on_request, inner_on_step = next_use.on_request, next_use.on_step
@@ -31,7 +31,7 @@ inner_on_request, inner_on_step = next_use.on_request, next_use.on_step
 class KnownState(NamedTuple):
     """State arrays of a policy that knows the next tokens' routing."""
 
-    inner: next_use.NextUseState  # has observed the known tokens too
+    inner: NextUseState  # has observed the known tokens too
     layer: Ints  # [P]
     pieces: Ids  # [N] requests of the trace
     starts: Ints  # [S + 1]
@@ -60,7 +60,7 @@ def known(tokens: int) -> Policy:
         )  # fmt: skip
 
     use: dict[str, Any] = {"on_hit": on_use, "on_insert": on_use}
-    options = next_use.next_use.options
+    options = next_use.options
     return Policy(
         f"known-{tokens}",
         build_state,
