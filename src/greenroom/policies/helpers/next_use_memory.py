@@ -1,4 +1,4 @@
-"""A memory of the last passes, in which NEXT-USE looks up what followed passes like the present.
+"""The memory of NEXT-USE: what followed earlier passes that are like the present one.
 
 Two passes are alike if their layers use the same experts. At every layer, the *match* of an earlier
 pass with the present one is
@@ -40,7 +40,7 @@ NONE = np.uint64(0)
 class Memory(NamedTuple):
     """State arrays of NEXT-USE's memory of M passes.
 
-    L layers, W words of 64 experts. A later pass has the slot before, and slot M - 1 follows slot
+    L layers, W blocks of 64 experts. A later pass has the slot before, and slot M - 1 follows slot
     0.
     """
 
@@ -60,9 +60,9 @@ class Memory(NamedTuple):
 
 def empty(layers: int, experts: int, passes: int, discount: float) -> Memory:
     """Create an empty memory for a number of passes."""
-    words = -(-experts // 64)
+    blocks = -(-experts // 64)
     return Memory(
-        np.zeros((layers, words, passes), np.uint64),
+        np.zeros((layers, blocks, passes), np.uint64),
         np.zeros((layers, passes), np.float32),
         np.zeros(passes, np.float32),
         np.zeros(1, np.float32),
@@ -81,19 +81,19 @@ def observe(memory: Memory, layer: int, pieces: Ids, begin: int) -> None:
     if layer <= memory.layer[0]:
         _begin_pass(memory)
     memory.layer[0] = layer
-    present, own = memory.present[0], np.float32(1.0 / np.sqrt(pieces.size))
-    memory.scale[layer, present] = own
+    present, scale = memory.present[0], np.float32(1.0 / np.sqrt(pieces.size))
+    memory.scale[layer, present] = scale
     for j in range(pieces.size):
         i = pieces[j] - begin
         memory.sets[layer, i >> 6, present] |= ONE << np.uint64(i & 63)
     memory.most[0] = FADE * memory.most[0] + np.float32(1.0)
     for slot in range(memory.first[0], passes):
         memory.match[slot] *= FADE
-    for word in range(memory.sets.shape[1]):
-        bits = memory.sets[layer, word, present]
+    for block in range(memory.sets.shape[1]):
+        bits = memory.sets[layer, block, present]
         for slot in range(memory.first[0], passes):
-            common = np.float32(np.int32(count_ones(memory.sets[layer, word, slot] & bits)))
-            memory.match[slot] += common * (own * memory.scale[layer, slot])
+            common = np.float32(np.int32(count_ones(memory.sets[layer, block, slot] & bits)))
+            memory.match[slot] += common * (scale * memory.scale[layer, slot])
     memory.match[present] = np.float32(0.0)
 
 
@@ -110,8 +110,8 @@ def _begin_pass(memory: Memory) -> None:
     present = memory.present[0]
     for layer in range(memory.scale.shape[0]):
         memory.scale[layer, present] = np.float32(0.0)
-        for word in range(memory.sets.shape[1]):
-            memory.sets[layer, word, present] = NONE
+        for block in range(memory.sets.shape[1]):
+            memory.sets[layer, block, present] = NONE
 
 
 @compiled
@@ -126,7 +126,7 @@ def recall(memory: Memory, layer: int, experts: int) -> None:
     for slot in range(memory.first[0], passes):
         best = max(best, memory.match[slot])
     bound = max(best + most * np.float32(log(LEAST) / SHARPNESS), np.float32(0.0))
-    total = rest = PRIOR
+    total = remainder = PRIOR
     for slot in range(memory.first[0], passes):
         if memory.match[slot] <= bound:
             continue
@@ -134,10 +134,10 @@ def recall(memory: Memory, layer: int, experts: int) -> None:
         age = slot - present if slot > present else slot - present + passes
         later = weight * memory.powers[min(HORIZON, age)]
         total += weight
-        rest += later
+        remainder += later
         _add_pass(memory, layer, slot, min(HORIZON, age), weight, later)
     for i in range(experts):
-        recalled = (memory.recalled[i] + rest * memory.base[i]) / total
+        recalled = (memory.recalled[i] + remainder * memory.base[i]) / total
         memory.term[i] = _score(recalled) - _score(memory.base[i])
 
 
@@ -154,14 +154,14 @@ def _add_pass(
 ) -> None:
     """Add what followed an earlier pass: the first use of each expert in `ahead` passes."""
     passes = memory.match.size
-    for word in range(memory.sets.shape[1]):
-        seen, at = NONE, slot
+    for block in range(memory.sets.shape[1]):
+        earlier, at = NONE, slot
         for d in range(ahead):
             at = at - 1 if at > 0 else passes - 1
-            new = memory.sets[layer, word, at] & ~seen
-            seen |= new
+            new = memory.sets[layer, block, at] & ~earlier
+            earlier |= new
             while new != NONE:
-                i = (word << 6) + int(trailing_zeros(new))
+                i = (block << 6) + int(trailing_zeros(new))
                 memory.recalled[i] += weight * memory.powers[d] - later * memory.base[i]
                 new &= new - ONE
 
