@@ -277,7 +277,7 @@ papers: $(READY) native papers-demo
 	for script in llru_sweep llru_spread expert_reuse eamc_groups eamc_capacity long_context eamc_cover \
 		eamc_shift eamc_layers moe_infinity_systems moepic_lcp moepic moepic_start \
 		moepic_motivation moepic_systems moepic_tau promoe_skew promoe_batches prediction consistency \
-		task_sets batches replicas hebf learned_state; do \
+		task_sets batches replicas hebf learned_state known_routing saved_stalls; do \
 		$(BIN)/python benchmarks/papers/$$script.py --traces $(TRACES) || exit 1; done
 	$(BIN)/python benchmarks/papers/moepic_lcp.py --traces $(TRACES) --models olmoe-1b-7b --limit 3000 \
 		--out bench-data/papers/first-3000
@@ -288,6 +288,8 @@ papers: $(READY) native papers-demo
 	$(BIN)/python benchmarks/papers/moepic_similarity.py --trace $(DEMO_DATA)/demo.trace
 	$(BIN)/python benchmarks/similarity.py $(DEMO_DATA)/demo.trace
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies "next-use;llru"
+	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies next-use --learned --pin none \
+		--out bench-data/papers/learned
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) \
 		--policies "next-use;s3fifo;llru;arc;marking;lcp;fifo;random;lfu;lfuda;sieve;lfu-in-cache" \
 		--models olmoe-1b-7b --orders 1 --pin none --out bench-data/papers/classical

@@ -8,8 +8,10 @@ as stored and in two orders shuffled by --seed.
 
     gap closed = (LRU's misses - the policy's) / (LRU's misses - OPT's)
 
-LRU is pinned as the policy is; OPT, the floor of everything, is not. A policy that must know the
-trace beforehand is left out. Cells are means over the request orders.
+With `--learned`, a policy that learns for later runs starts with what it has learned from requests
+0, 2, 4, ... in stored order, at the same capacity; the cache is empty. LRU is pinned as the policy
+is; OPT, the floor of everything, is not. A policy that must know the trace beforehand is left out.
+Cells are means over the request orders.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ def measure(path: Path, args: argparse.Namespace, gaps: dict[str, dict[Cell, lis
     for seed in [None] if args.quick else [None, *shuffles]:
         trace = half_of(recording, args.half, seed)
         requests = stream(trace.head(limit(args)), "natural")
+        earlier = stream(half_of(recording, "tuning"), "natural") if args.learned else None
         for share in SHARES:
             misses = partial(
-                _misses, requests, recording.offsets, args.seed, experts * share // 100
+                _misses, requests, earlier, recording.offsets, args.seed, experts * share // 100
             )
             floor = misses("opt", "none")
             for pin in args.pin:
@@ -57,8 +60,19 @@ def measure(path: Path, args: argparse.Namespace, gaps: dict[str, dict[Cell, lis
                     print(f"{where}: {name} {gap:.1%}", file=sys.stderr, flush=True)
 
 
-def _misses(requests: Stream, offsets: Ints, seed: int, capacity: int, name: str, pin: str) -> int:
-    return replay(requests, offsets, capacity, policy(name), pin=pin, seed=seed).misses
+def _misses(
+    requests: Stream,
+    earlier: Stream | None,
+    offsets: Ints,
+    seed: int,
+    capacity: int,
+    name: str,
+    pin: str,
+) -> int:
+    chosen, learned = policy(name), None
+    if earlier is not None and chosen.learning is not None:
+        learned = replay(earlier, offsets, capacity, chosen, pin=pin, seed=seed, learned={}).learned
+    return replay(requests, offsets, capacity, chosen, pin=pin, seed=seed, learned=learned).misses
 
 
 def rows_of(
@@ -100,6 +114,7 @@ if __name__ == "__main__":
     parser.add_argument("--policies", type=lambda t: t.split(";"), default=online, metavar="P;P")
     parser.add_argument("--pin", nargs="+", choices=("none", "step"), default=["none", "step"])
     parser.add_argument("--half", choices=("report", "tuning"), default="report")
+    parser.add_argument("--learned", action="store_true", help="start with learned state")
     parser.add_argument(
         "--orders", type=int, choices=(1, 2, 3), default=3, help="of requests (1 with --quick)"
     )

@@ -16,18 +16,20 @@ from greenroom.core.cache import bound as caches
 from greenroom.policies.helpers import bitsets
 from greenroom.sim import replay as replays
 
-
-def leading_zeros(word: Any) -> int:
-    return 64 - int(word).bit_length()
-
-
+# What one instruction of a processor does, which Numba has no Python function for.
+INSTRUCTIONS: dict[Any, Callable[[Any], int]] = {
+    bitsets._leading_zeros: lambda word: 64 - int(word).bit_length(),
+    bitsets.trailing_zeros: lambda word: (int(word) & -int(word)).bit_length() - 1,
+    bitsets.count_ones: lambda word: int(word).bit_count(),
+}
 PLAIN_FUNCTIONS: dict[Dispatcher, FunctionType] = {}
 
 
 def plain(part: Any, modules: bool = False) -> Any:
     """The Python function of a compiled one, which calls Python functions itself."""
-    if part is bitsets._leading_zeros:
-        return leading_zeros
+    for instruction, function in INSTRUCTIONS.items():
+        if part is instruction:
+            return function
     if modules and isinstance(part, ModuleType) and part.__name__.startswith("greenroom."):
         return SimpleNamespace(**{name: plain(value) for name, value in vars(part).items()})
     if not isinstance(part, Dispatcher):

@@ -139,10 +139,40 @@ def test_next_use_misses_less_with_the_links_of_an_earlier_run():
         return [Step([e], t, t, 0, 0, [], []) for t, e in enumerate(experts)]
 
     earlier, later, offsets = as_stream(run(400)), as_stream(run(40)), [0, 16]
-    learned = replay(earlier, offsets, 6, policy("next-use"), learned={}).learned
-    cold = replay(later, offsets, 6, policy("next-use")).misses
-    warm = replay(later, offsets, 6, policy("next-use:discount=0.8"), learned=learned).misses
+    learned = replay(earlier, offsets, 6, policy("next-use:memory=20"), learned={}).learned
+    cold = replay(later, offsets, 6, policy("next-use:memory=20")).misses
+    other = policy("next-use:memory=10,discount=0.8")
+    warm = replay(later, offsets, 6, other, learned=learned).misses
     assert warm < 0.9 * cold
+
+
+def test_a_smaller_memory_of_next_use_gets_the_latest_passes_of_an_earlier_run():
+    before = caches("next-use:memory=7")
+    serve(before, STEPS)
+    passes = export_learned(before)["0/passes"]
+    assert len(passes) == 7
+    last = [sum(1 << p - OFFSETS[s.layer] for p in s.pieces) for s in STEPS[-LAYERS:]]
+    assert passes[0, :, 0].tolist() == last
+    for count in (3, 500):
+        after = caches(f"next-use:memory={count}")
+        restore_learned(after, export_learned(before))
+        np.testing.assert_array_equal(export_learned(after)["0/passes"], passes[:count])
+        serve(after, STEPS)
+
+
+def test_next_use_recalls_what_followed_in_an_earlier_run():
+    """A text of 40 passes in random order comes again: its passes tell which expert comes next."""
+    rng, offsets = np.random.default_rng(2), [0, 24]
+    text = rng.integers(0, 24, 40).tolist()
+    steps = as_stream([Step([e], t, t, 0, 0, [], []) for t, e in enumerate(text)])
+    learned = replay(steps, offsets, 8, policy("next-use"), learned={}).learned
+    forgotten = {name: a for name, a in learned.items() if name != "passes"}
+    forgotten["passes"] = np.zeros((0, 1, 1), np.uint64)
+    misses = [
+        replay(steps, offsets, 8, policy("next-use"), learned=state).misses
+        for state in (learned, forgotten)
+    ]
+    assert misses[0] < misses[1]
 
 
 def test_next_use_stores_no_links_of_a_model_where_they_are_too_large(monkeypatch):
@@ -178,7 +208,9 @@ BAD = {
     "type": ("next-use", {"mean": np.ones(3, np.float32)}, "mean is float32"),
     "range": ("next-use", {"mean": np.full(3, 2.0)}, "value that is not from 0 to 1"),
     "no share": ("next-use", {"mean": np.zeros(3)}, "no share for a layer"),
-    "not finite": ("next-use", {"weights": np.full((3, 4), np.nan)}, "array weights has a value"),
+    "not finite": ("next-use", {"weights": np.full((3, 5), np.nan)}, "array weights has a value"),
+    "passes": ("next-use", {"passes": np.zeros((2, 3, 2), np.uint64)}, r"'any', 3, 1\]"),
+    "expert": ("next-use", {"passes": np.full((2, 3, 1), 16, np.uint64)}, "does not have"),
     "links": ("next-use", {"links": np.zeros(3)}, "the array links is float64"),
     "experts": (
         "moe-infinity",
@@ -186,8 +218,8 @@ BAD = {
         r"decode is int32\[2, 11\], not int32\['any', 12\]",
     ),
     "negative": ("moe-infinity", {"prefill": np.full((2, 12), -1, np.int32)}, "not from 0"),
-    "version": ("next-use", {"version": np.array(7)}, "have version 7, but must have version 1"),
-    "versions": ("next-use", {"version": np.ones(2)}, "must have version 1"),
+    "version": ("next-use", {"version": np.array(7)}, "have version 7, but must have version 2"),
+    "versions": ("next-use", {"version": np.ones(2)}, "must have version 2"),
     "no version": ("moe-infinity", {"version": None}, "have no version, but must have version 2"),
 }
 

@@ -17,8 +17,9 @@ from greenroom.policies import policy
 from greenroom.policies.next_use import next_use
 from greenroom.sim.replay import replay
 
-LEAST, FIRST_WEIGHT_OF_PROMPT = 0.02, 0.5
 f32 = np.float32
+LEAST, FIRST_WEIGHT_OF_PROMPT, FIRST_WEIGHT_OF_RECALLED = 0.02, 0.5, 0.3
+FADE, SHARPNESS, LEAST_WEIGHT, PRIOR, HORIZON = f32(0.9), 10.0, 0.1, 0.1, 6
 
 
 class Expert:
@@ -29,7 +30,7 @@ class Expert:
         self.long = share
         self.uses = 0
         self.prior = self.long_then = 0.0
-        self.features = (0.0, 0.0, 0.0)
+        self.features = (0.0, 0.0, 0.0, 0.0)
         self.value = 0.0
 
 
@@ -39,25 +40,27 @@ class Layer:
     def __init__(self, experts: int) -> None:
         self.size = experts
         self.experts: list[Expert] = []
-        self.weights = [0.0, 0.0, FIRST_WEIGHT_OF_PROMPT, 0.0]
+        self.weights = [0.0, 0.0, FIRST_WEIGHT_OF_PROMPT, FIRST_WEIGHT_OF_RECALLED, 0.0]
         self.links: list[dict[tuple[int, int], np.float32]] = [{}, {}, {}]
         self.last: list[int] = []  # the experts of the last step
         self.sets: list[list[int]] = [[], [], []]  # what the estimates were made from
         self.steps = 0
         self.mean = self.level = 0.0
 
-    def step(self, used: list[int], below: list[int], options: dict[str, float]) -> None:
+    def step(
+        self, used: list[int], below: list[int], memory: Memory, options: dict[str, float]
+    ) -> None:
         first, share = not self.experts, len(used) / self.size
         if first:
             share = self.mean = min(share, 0.5)
             self.experts = [Expert(share) for _ in range(self.size)]
-            self.weights[3] = (2 * share - 1) / math.sqrt(share - share * share)
+            self.weights[4] = (2 * share - 1) / math.sqrt(share - share * share)
         if self.steps == 0:
             self.begin_prompt(options["prior"])
         self.steps += 1
         self.count(used, share, options)
         sets = [used, self.last, below]
-        features, scores = self.estimate(sets, options["prior"])
+        features, scores = self.estimate(sets, memory, options)
         errors = self.errors(used, scores, options["discount"])
         if not first:
             self.learn(errors, options)
@@ -83,23 +86,29 @@ class Layer:
                 expert.short = math.log(math.exp(expert.short) + (1 - keep_short) / self.level)
 
     def estimate(
-        self, sets: list[list[int]], prior: float
-    ) -> tuple[list[tuple[float, float, float]], list[np.float32]]:
-        features, scores = [], []
+        self, sets: list[list[int]], memory: Memory, options: dict[str, float]
+    ) -> tuple[list[tuple[float, ...]], list[np.float32]]:
+        features, scores, prior = [], [], options["prior"]
         total = math.log(self.steps + prior)
-        short, long, prompt, constant = self.weights
+        short, long, prompt, recalled, constant = self.weights
+        weights = memory.weights()
         for i, expert in enumerate(self.experts):
             uses = math.log(expert.prior + expert.uses / self.level)
+            share = (expert.prior * self.level + expert.uses) / (self.steps + prior)
+            base = (share := min(0.95, share)) / (1 - options["discount"] * (1 - share))
+            value = memory.recall(i, weights, base, options["discount"])
+            difference = score_of(value) - score_of(base)
             score = f32(
                 constant
                 - prompt * total
                 + (short * expert.short + long * expert.long_then + prompt * uses)
+                + recalled * difference
             )
             for links, members in zip(self.links, sets, strict=True):
                 strength = f32(1 / math.sqrt(max(len(members), 1)))
                 for member in members:
                     score += strength * links.get((member, i), f32(0))
-            features.append((expert.short, expert.long_then, uses - total))
+            features.append((expert.short, expert.long_then, uses - total, difference))
             scores.append(score)
         return features, scores
 
@@ -117,12 +126,12 @@ class Layer:
 
     def learn(self, errors: list[np.float32], options: dict[str, float]) -> None:
         step = options["rate"] / self.size
-        slopes = [0.0, 0.0, 0.0, 0.0]
+        slopes = [0.0] * 5
         for expert, error in zip(self.experts, errors, strict=True):
             for k, feature in enumerate((*expert.features, 1.0)):
                 slopes[k] += float(error) * feature
         for k, slope in enumerate(slopes):
-            self.weights[k] += (4.0 if k == 3 else 1.0) * step * slope
+            self.weights[k] += (4.0 if k == 4 else 1.0) * step * slope
         for links, members in zip(self.links, self.sets, strict=True):
             strength = f32(options["link-rate"] / math.sqrt(max(len(members), 1)))
             for member in members:
@@ -130,12 +139,65 @@ class Layer:
                     links[member, i] = links.get((member, i), f32(0)) + strength * error
 
 
+def score_of(value: float) -> float:
+    half = 2 * min(max(value, 0.01), 0.99) - 1
+    return 2 * half / math.sqrt(1 - half * half)
+
+
+class Memory:
+    """All passes so far, as dictionaries from a layer to its experts; the last is the present."""
+
+    def __init__(self, passes: int) -> None:
+        self.most_passes = passes
+        self.passes: list[dict[int, set[int]]] = []
+        self.match: list[np.float32] = []  # of each pass with the present one
+        self.most = f32(0)
+        self.now = -1
+
+    def observe(self, now: int, used: list[int]) -> None:
+        if not self.passes or now <= self.now:
+            # A pass continues with the match of the pass before it.
+            self.match = [f32(0), *self.match]
+            self.passes.append({})
+            self.passes = self.passes[-self.most_passes :]
+            self.match = self.match[-len(self.passes) :]
+        self.now = now
+        self.passes[-1][now] = set(used)
+        self.most = FADE * self.most + f32(1)
+        own = f32(1 / math.sqrt(len(used)))
+        for s, experts in enumerate(self.passes):
+            other = experts.get(now, set())
+            scale = f32(1 / math.sqrt(len(other))) if other else f32(0)
+            common = f32(len(other & set(used)))
+            self.match[s] = FADE * self.match[s] + common * (own * scale)
+        self.match[-1] = f32(0)
+
+    def weights(self) -> dict[int, float]:
+        """The weights of earlier passes, those of small weight left out; latest first."""
+        bound = max(0.0, max(self.match) + float(self.most) * math.log(LEAST_WEIGHT) / SHARPNESS)
+        return {
+            s: math.exp(SHARPNESS * (float(self.match[s]) / float(self.most) - 1))
+            for s in reversed(range(len(self.passes)))
+            if self.match[s] > bound
+        }
+
+    def recall(self, i: int, weights: dict[int, float], base: float, discount: float) -> float:
+        total, value = PRIOR, PRIOR * base
+        for s, weight in weights.items():
+            ahead = min(HORIZON, len(self.passes) - 1 - s)
+            later = [d for d in range(ahead) if i in self.passes[s + 1 + d].get(self.now, ())]
+            total += weight
+            value += weight * (discount ** later[0] if later else discount**ahead * base)
+        return value / total
+
+
 class Reference:
     """The victim is sought among all residents of the pool: one for all layers or one a layer."""
 
-    def __init__(self, sizes: list[int], capacity: int, scope: str, pin: bool) -> None:
+    def __init__(self, sizes: list[int], capacity: int, scope: str, pin: bool, passes: int) -> None:
         self.layers = [Layer(n) for n in sizes]
         self.rooms, self.scope, self.pin = split_capacity(capacity, len(sizes), scope), scope, pin
+        self.memory = Memory(passes)
         self.options = {o.name: float(o.default) for o in next_use.options}
         self.residents: set[tuple[int, int]] = set()
 
@@ -145,7 +207,8 @@ class Reference:
 
     def step(self, now: int, used: list[int]) -> list[tuple[int, int] | bool | None]:
         """Return for each request True for a hit, else the evicted expert or None."""
-        self.layers[now].step(used, self.layers[now - 1].last, self.options)
+        self.memory.observe(now, used)
+        self.layers[now].step(used, self.layers[now - 1].last, self.memory, self.options)
         current, results = {(now, e) for e in used}, []
         room = self.rooms[now if self.scope == "per-layer" else 0]
         protected = current if self.pin and len(used) <= room else set()
@@ -206,13 +269,15 @@ def stream_of(steps: list[tuple[bool, int, list[int]]], sizes: list[int]) -> Str
     share=st.floats(0.2, 0.9),
     scope=st.sampled_from(["shared", "per-layer"]),
     pin=st.booleans(),
+    memory=st.sampled_from([2, 5, 30, 1024]),
 )
 @settings(max_examples=20, deadline=None)
-def test_next_use_evicts_as_its_plain_reference(seed, sizes, share, scope, pin):
+def test_next_use_evicts_as_its_plain_reference(seed, sizes, share, scope, pin, memory):
     capacity = max(len(sizes), int(share * sum(sizes)))
     steps, offsets = random_steps(seed, sizes, 40), np.concatenate([[0], np.cumsum(sizes)])
     pieces = Pieces.unsplit(offsets.tolist(), [1] * len(sizes))
-    reference = Reference(sizes, capacity, scope, pin)
+    reference = Reference(sizes, capacity, scope, pin, memory)
+    next_use = policy(f"next-use:memory={memory}")
     cache = Cache(pieces, capacity, next_use, scope)
     request, misses = -1, 0
     for clock, (begins, layer, experts) in enumerate(steps):

@@ -6,7 +6,7 @@ estimates the next use of all experts of a layer whenever the layer is computed,
     value = E[discount ** (T - 1)],   T = steps of this layer until the expert is used
 
 where E is the expected value. The value is 1 for an expert that the next token uses, and falls
-towards 0 for a later use. The estimate is an S-shaped function of a sum of two kinds of terms:
+towards 0 for a later use. The estimate is an S-shaped function of a sum of three kinds of terms:
 
   - Links from three sets of experts: those that this token used, those that the token before it
     used, and those that this token used one layer earlier. Every pair of a used expert and an
@@ -14,6 +14,9 @@ towards 0 for a later use. The estimate is an S-shaped function of a sum of two 
   - Shares of the steps in which the expert was used, as logarithms relative to the layer's mean:
     in the last few tokens, in this prompt, and in the past when the prompt began. A prompt's share
     begins as the share of the past.
+  - A recalled value: what followed those of the last passes whose routing was most like that of the
+    present pass (helpers/next_use_memory.py). The term is its difference from the value that the
+    prompt's share gives.
 
 All weights are learned at run time by temporal differences (Sutton, 1988). At a layer's next step,
 the value of an expert should have been 1 if the expert is used now, and discount * (its new value)
@@ -49,15 +52,17 @@ from greenroom.core.policy import (
     Weights,
     compiled,
 )
-from greenroom.policies.helpers import next_use_learned
+from greenroom.policies.helpers import next_use_learned, next_use_memory
+from greenroom.policies.helpers.next_use_memory import Memory
 
-SHORT, LONG, PROMPT, CONSTANT = range(4)
-FEATURES = 3
+SHORT, LONG, PROMPT, RECALLED, CONSTANT = range(5)
+FEATURES = 4
 # Sets of experts: of this token, of the token before, and of the layer below. CURRENT becomes SAME
 # after the old estimates have been learned from.
 SAME, BEFORE, BELOW, CURRENT = range(4)
 SETS = 3
-INITIAL = np.array([0.0, 0.0, 0.5, 0.0])  # a prompt's share is worth something from the start
+# The prompt's share and recalled values are worth something from the start.
+INITIAL = np.array([0.0, 0.0, 0.5, 0.3, 0.0])
 LEAST = 0.02  # of the mean share: smaller shares count as this in logarithms
 NOT_RESIDENT = np.inf  # the key of an expert without a slot
 
@@ -89,6 +94,7 @@ class NextUseState(NamedTuple):
     floor: Floats  # [L] no resident of the layer has a smaller key
     used: Floats  # [E] 1 where the step uses an expert; scratch
     error: Weights  # [E] scratch
+    memory: Memory
     steps: Ints  # [1] so far
     last_step: Ints  # [L, E] in which it was used
     nearness: Floats  # [L + 1] exp(-distance * d / L)
@@ -127,6 +133,7 @@ def build_state(setup: PolicySetup) -> NextUseState:
         floor=np.full(layers, NOT_RESIDENT),
         used=np.zeros(each[1]),
         error=np.zeros(each[1], np.float32),
+        memory=next_use_memory.empty(layers, each[1], options["memory"], options["discount"]),
         steps=np.zeros(1, np.int64),
         last_step=np.zeros(each, np.int64),
         nearness=np.exp(-options["distance"] * np.arange(layers + 1) / layers),
@@ -159,6 +166,8 @@ def on_step(
     experts = state.begin[layer + 1] - state.begin[layer]
     state.steps[0] += 1
     _observe(state, layer, experts, pieces)
+    next_use_memory.observe(state.memory, layer, pieces, state.begin[layer])
+    _recall(state, layer, experts)
     _estimate(state, layer, experts)
     _learn(state, layer, experts)
     _store_features(state, layer, experts)
@@ -221,20 +230,30 @@ def _begin_prompt(state: NextUseState, layer: int, experts: int) -> None:
 
 
 @compiled
+def _recall(state: NextUseState, layer: int, experts: int) -> None:
+    """Look up what followed passes like the present one."""
+    total = state.prompt_steps[layer] + state.prior_tokens
+    for i in range(experts):
+        uses = state.prior[layer, i] * state.level[layer] + state.uses[layer, i]
+        state.memory.share[i] = uses / total
+    next_use_memory.recall(state.memory, layer, experts)
+    for i in range(experts):
+        state.current[RECALLED, layer, i] = state.memory.term[i]
+
+
+@compiled
 def _estimate(state: NextUseState, layer: int, experts: int) -> None:
     """Write the sums of terms, from which new values are computed, to `state.error`."""
     total = log(state.prompt_steps[layer] + state.prior_tokens)
     constant = state.weights[layer, CONSTANT] - state.weights[layer, PROMPT] * total
-    short, long, prompt = (
-        state.weights[layer, SHORT],
-        state.weights[layer, LONG],
-        state.weights[layer, PROMPT],
-    )
+    short, long = state.weights[layer, SHORT], state.weights[layer, LONG]
+    prompt, recalled = state.weights[layer, PROMPT], state.weights[layer, RECALLED]
     for i in range(experts):
         state.error[i] = constant + (
             short * state.current[SHORT, layer, i]
             + long * state.current[LONG, layer, i]
             + prompt * state.current[PROMPT, layer, i]
+            + recalled * state.current[RECALLED, layer, i]
         )
     lower = layer - 1 if layer > 0 else state.layer_steps.size - 1
     _add_links(state, SAME, layer, experts, CURRENT, layer)
@@ -258,25 +277,23 @@ def _add_links(
 @compiled
 def _learn(state: NextUseState, layer: int, experts: int) -> None:
     """Compute new values and the old values' errors, and move all weights by the errors."""
-    by_short = by_long = by_prompt = by_constant = 0.0
     for i in range(experts):
         half = 0.5 * state.error[i]
         value = 0.5 + 0.5 * np.divide(half, sqrt(1.0 + half * half))
         target = state.used[i] + (1.0 - state.used[i]) * state.discount * value
         state.error[i] = target - state.value[layer, i]
         state.value[layer, i] = value
-    for i in range(experts):
-        by_short += state.error[i] * state.features[SHORT, layer, i]
-        by_long += state.error[i] * state.features[LONG, layer, i]
-        by_prompt += state.error[i] * state.features[PROMPT, layer, i]
-        by_constant += state.error[i]
     if state.layer_steps[layer] == 0:
         return  # there were no old values to learn from
-    step = state.rate / experts
-    state.weights[layer, SHORT] += step * by_short
-    state.weights[layer, LONG] += step * by_long
-    state.weights[layer, PROMPT] += step * by_prompt
-    state.weights[layer, CONSTANT] += 4.0 * step * by_constant
+    step, total = state.rate / experts, 0.0
+    for feature in range(FEATURES):
+        slope = 0.0
+        for i in range(experts):
+            slope += state.error[i] * state.features[feature, layer, i]
+        state.weights[layer, feature] += step * slope
+    for i in range(experts):
+        total += state.error[i]
+    state.weights[layer, CONSTANT] += 4.0 * step * total
     for kind in range(SETS):
         size = state.set_sizes[kind, layer]
         strength = np.float32(state.link_rate / sqrt(max(size, 1)))
@@ -294,6 +311,7 @@ def _store_features(state: NextUseState, layer: int, experts: int) -> None:
         state.features[SHORT, layer, i] = state.current[SHORT, layer, i]
         state.features[LONG, layer, i] = state.current[LONG, layer, i]
         state.features[PROMPT, layer, i] = state.current[PROMPT, layer, i] - total
+        state.features[RECALLED, layer, i] = state.current[RECALLED, layer, i]
     lower = layer - 1 if layer > 0 else state.layer_steps.size - 1
     _copy_set(state, SAME, layer, BEFORE, layer)
     _copy_set(state, SAME, lower, BELOW, layer)
@@ -376,6 +394,7 @@ next_use = Policy(
         PolicyOption("prior", 10.0, "tokens of a prompt that weigh as much as the past", 0.1),
         PolicyOption("rate", 0.04, "learning rate of the shares' weights", 0.0, 1.0),
         PolicyOption("link-rate", 0.2, "learning rate of the links", 0.0, 1.0),
+        PolicyOption("memory", 1024, "passes in which the present one is looked up", 2, 65536),
     ),
-    learning=Learning(1, next_use_learned.export, next_use_learned.restore),
+    learning=Learning(2, next_use_learned.export, next_use_learned.restore),
 )

@@ -45,6 +45,26 @@ def _leading_zeros(typingctx: Any, block: Any) -> Any:
     return types.uint64(types.uint64), generate
 
 
+@intrinsic
+def trailing_zeros(typingctx: Any, block: Any) -> Any:
+    """Count the zero bits below the lowest set bit of a nonzero block."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], context.get_constant(types.boolean, True))
+
+    return types.uint64(types.uint64), generate
+
+
+@intrinsic
+def count_ones(typingctx: Any, block: Any) -> Any:
+    """Count the set bits of a block."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.uint64(types.uint64), generate
+
+
 @compiled
 def insert(bits: Bits, number: int) -> None:
     """Insert an integer into a bit set."""

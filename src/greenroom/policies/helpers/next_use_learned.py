@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 
 from greenroom.core.policy import Arrays
+from greenroom.policies.helpers import next_use_memory
 from greenroom.policies.helpers.learned import array_of
 
 MOST_LINKS = 48 << 20  # bytes; larger links are not stored (60 layers of 256 experts are smaller)
 
 
 def export(state: Any) -> Arrays:
-    """Export what NEXT-USE has learned: long-term shares, weights, links and last estimates."""
+    """Export what NEXT-USE has learned: shares, weights, links, last estimates, last passes."""
     names = ["layer_steps", "long", "mean", "weights", "value"]
     if state.links.nbytes <= MOST_LINKS:
         names.append("links")
-    return {name: getattr(state, name).copy() for name in names}
+    arrays = {name: getattr(state, name).copy() for name in names}
+    return {**arrays, "passes": next_use_memory.export(state.memory)}
 
 
 def restore(state: Any, arrays: Arrays) -> None:
@@ -40,6 +42,9 @@ def restore(state: Any, arrays: Arrays) -> None:
         "weights": array_of(arrays, "weights", state.weights.shape, np.float64),
         "value": array_of(arrays, "value", each, np.float64, 0, 1),
     }
+    sets = state.memory.sets
+    passes = array_of(arrays, "passes", (None, *sets.shape[:2]), np.uint64)
+    next_use_memory.check(state.memory, passes, np.diff(state.begin))
     if "links" in arrays:
         checked["links"] = array_of(arrays, "links", state.links.shape, np.float32)
     if (checked["mean"][checked["layer_steps"] > 0] == 0).any():
@@ -49,6 +54,7 @@ def restore(state: Any, arrays: Arrays) -> None:
     state.set_sizes[:] = 0
     for name, array in checked.items():
         getattr(state, name)[...] = array
+    next_use_memory.restore(state.memory, passes)
     resident = state.key < np.inf
     state.key[resident] = state.value[resident]
     state.floor[:] = state.key.min(axis=1)
