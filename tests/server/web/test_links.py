@@ -132,7 +132,7 @@ def check_sequences(folder: Path, requests: int) -> None:
         assert stats["kv"]["reserved_bytes"] == 0
     links = {link for link, status in counts if status == 200}
     print(f"{counts.total()} requests; {len(links)} links: {sorted(counts.items())}")
-    assert len(links) > 10
+    assert len(links) > 5
 
 
 @pytest.mark.process
