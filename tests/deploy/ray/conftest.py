@@ -132,5 +132,8 @@ def deployed(
         assert program.wait(STOP_S) == 0, log.read_text()
         assert processes() == []
     finally:
+        program.terminate()  # after a failure: Serve of the cluster would stay for the next test
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            program.wait(STOP_S)
         program.kill()
         program.wait()
