@@ -201,6 +201,7 @@ faults: $(READY) native
 # where the last run ended. Counts add up in build/soak/counts.json.
 SCHEDULES ?= 20000
 KILLS ?= 1000
+SERVER_MINUTES ?= 60
 soak: $(READY) native
 	$(MAKE) --no-print-directory fuzz FUZZ_INPUTS=1000000
 	GREENROOM_TEST_EXAMPLES=all $(BIN)/python -m pytest -m "slow or hypothesis"
@@ -209,6 +210,7 @@ soak: $(READY) native
 	PYTHONPATH=src $(BIN)/python -m tests.mutants
 	$(MAKE) --no-print-directory faults FAULTS=1000000 SCENARIOS=
 	PYTHONPATH=src $(BIN)/python -m tests.faults.mutants
+	PYTHONPATH=src $(BIN)/python -m tests.faults.soak --minutes $(SERVER_MINUTES)
 	PYTHONPATH=src $(BIN)/python -m tests.kills.run --kills $(KILLS)
 	PYTHONPATH=src $(BIN)/python -m tests.differential.run --seconds 3600
 	$(MAKE) --no-print-directory versions

@@ -3,7 +3,7 @@
     python benchmarks/load.py [--minutes 30] [--clients 64] [--replicas 3] [--kill-every 300]
 
 Starts `deploy/ray.py` on a Ray cluster whose nodes are processes (`--alone`: one `greenroom serve`,
-and no Ray), first asks every question once, and then lets the clients ask them at random: short
+and no Ray), asks every question alone, before and after clients ask them at random: short
 and long prompts, chats, required tools, all four APIs, streamed or not. Some clients hang up. Every
 complete answer must be the first one (temperature 0, `--batch-invariant`); every other must end
 with an error that says why. Shown are times by kind of request, for those that were streamed; a
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,7 +117,7 @@ def content(data: dict[str, Any]) -> str:
 
 def error_of(data: dict[str, Any]) -> str | None:
     """The message of an error, in the format of any of the APIs."""
-    error = data.get("error")
+    error = data.get("error") or (data.get("response") or {}).get("error")
     if isinstance(error, dict):
         return str(error["message"])
     if data.get("type") == "error":
@@ -125,11 +125,21 @@ def error_of(data: dict[str, Any]) -> str | None:
     return str(error) if error else None
 
 
-class Load:
-    """Clients that ask a server at random until the time is over."""
+def is_clear(reply: Reply) -> bool:
+    """Check that an error is one that clients get when a replica is lost, or has no place."""
+    return reply.status in CLEAR or (reply.error or "").startswith(LOST)
 
-    def __init__(self, url: str, asked: list[Question], seed: int) -> None:
-        self.url, self.asked, self.seed = url, asked, seed
+
+class Load:
+    """Clients that ask a server at random until the time is over.
+
+    An error that is not `is_clear` is wrong, and so is every answer that is not the first one.
+    """
+
+    def __init__(
+        self, url: str, asked: list[Question], seed: int, is_clear: Callable[[Reply], bool]
+    ) -> None:
+        self.url, self.asked, self.seed, self._is_clear = url, asked, seed, is_clear
         self.first: dict[int, Reply] = {}
         self.outcomes, self.wrong = Counter[str](), list[str]()
         self.replies = defaultdict[str, list[Reply]](list)
@@ -141,13 +151,19 @@ class Load:
             self._client = client
             for number, each in enumerate(self.asked):
                 await self.ask(each, True)  # the second time its prefix is in memory, as later
-                self.first[number] = reply = await self.ask(each, True)
-                if reply.error or not reply.text:
-                    self.wrong.append(f"{each.path} alone: {reply.error or 'no text'}")
+                self.first[number] = await self._ask_alone(each)
             watching = asyncio.ensure_future(asyncio.to_thread(watch, seconds))
             self._end = time.monotonic() + seconds
             await asyncio.gather(*(self._client_loop(number) for number in range(clients)))
             await watching
+            for number, each in enumerate(self.asked):
+                self._judge(number, await self._ask_alone(each), True, None)
+
+    async def _ask_alone(self, asked: Question) -> Reply:
+        reply = await self.ask(asked, True)
+        if reply.error or not reply.text:
+            self.wrong.append(f"{asked.path} alone: {reply.error or 'no text'}")
+        return reply
 
     async def ask(self, asked: Question, stream: bool, parts: int | None = None) -> Reply:
         """Ask a question; hang up after so many parts, if given."""
@@ -188,7 +204,7 @@ class Load:
         asked, first = self.asked[which], self.first[which]
         if reply.error is not None:
             self.outcomes[f"{reply.status}: {reply.error}"] += 1
-            if reply.status not in CLEAR and not reply.error.startswith(LOST):
+            if not self._is_clear(reply):
                 self.wrong.append(f"{asked.path}: {reply.status}: {reply.error}")
             if not first.text.startswith(reply.text):
                 self.wrong.append(
@@ -342,7 +358,7 @@ def main() -> None:
     print(f"commit {commit()}; {machine()}; {args.minutes} minutes, {args.clients} clients")
     with tempfile.TemporaryDirectory() as folder, running(args, Path(folder) / "log") as server:
         load, watch = (
-            Load(server[0], questions(args.seed), args.seed),
+            Load(server[0], questions(args.seed), args.seed, is_clear),
             Watch(server[1], args.kill_every),
         )
         note("every question alone, then all clients")

@@ -43,6 +43,10 @@ CONTROL = 16  # requests to a replica beside those for answers
 class PrefixRouter(RequestRouter):
     """Sends a request to the replica that Affinity chooses; to the next one if it has no room."""
 
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        Affinity.replicas = frozenset(each.replica_id.unique_id for each in replicas)
+
     def initialize_state(self, places: int) -> None:
         self._affinity = Affinity(places)
 
@@ -88,7 +92,7 @@ class Gate:
         self._all, self._one = replicas, replicas.options(method_name="answer", stream=True)
         self._gate = RequestGate(
             command.serve, command.key, command.replicas.bounds[1], self._ask, self._broadcast,
-            RayActorError,
+            RayActorError, lambda name: name not in Affinity.replicas,
         )  # fmt: skip
 
     async def __call__(self, request: Request) -> Response:

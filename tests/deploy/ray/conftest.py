@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[3]
+PROGRAM = (str(ROOT / "deploy" / "ray.py"),)
 START_S, STOP_S = 120.0, 60.0
 NODES = 3
 LOST = "the replica that computed this answer was lost"
@@ -111,12 +112,14 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def deployed(cluster: str, folder: Path, *options: str, key: str = "") -> Iterator[Deployment]:
+def deployed(
+    cluster: str, folder: Path, *options: str, key: str = "", program: Sequence[str] = PROGRAM
+) -> Iterator[Deployment]:
     """Run `deploy/ray.py` until its first replica answers; SIGTERM must end it without a trace."""
     environment = {**os.environ, "GREENROOM_API_KEY": key} if key else None
     port = free_port()
-    command = [sys.executable, str(ROOT / "deploy" / "ray.py"), "demo", "--address", cluster,
-               "--port", str(port), "--batch-invariant", "--threads", "1", *options]  # fmt: skip
+    command = [sys.executable, *program, "demo", "--address", cluster, "--port", str(port),
+               "--batch-invariant", "--threads", "1", *options]  # fmt: skip
     log = folder / "ray.log"
     with log.open("wb") as output:
         program = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
@@ -129,5 +132,8 @@ def deployed(cluster: str, folder: Path, *options: str, key: str = "") -> Iterat
         assert program.wait(STOP_S) == 0, log.read_text()
         assert processes() == []
     finally:
+        program.terminate()  # after a failure: Serve of the cluster would stay for the next test
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            program.wait(STOP_S)
         program.kill()
         program.wait()

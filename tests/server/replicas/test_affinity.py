@@ -54,12 +54,21 @@ def test_a_replica_without_a_free_place_is_left_alone() -> None:
     affinity = Affinity(places=2)
     for request in "12":
         affinity.begin("a", request, chat("Hello"))
-    affinity.begin("b", "3", Prefix())
+    affinity.begin("b", "3", chat("Something else"))
     turn = chat("Hello", "Hi", "Again")
     assert affinity.order(REPLICAS, turn) == ["c", "b", "a"]
     affinity.end("a", "1")
     assert affinity.order(REPLICAS, turn)[0] == "a"
     assert affinity.order(REPLICAS, turn, failed=["a"]) == ["c", "b", "a"]
+
+
+def test_a_page_that_watches_takes_no_place() -> None:
+    affinity = Affinity(places=1)
+    affinity.begin("a", "1", chat("Hello"))
+    affinity.end("a", "1")
+    affinity.begin("a", "page", Prefix())
+    assert affinity.order(REPLICAS, chat("Hello", "Hi", "Again"))[0] == "a"
+    affinity.end("a", "page")
 
 
 def test_a_replica_that_is_gone_is_not_chosen() -> None:

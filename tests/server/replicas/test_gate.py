@@ -30,7 +30,9 @@ class Gates:
         self.calls, self.reads, self.go = list[Call](), 0, asyncio.Event()
         self.found: list[Answer | BaseException] = []
         config = ServeConfig(host="0.0.0.0", max_body="1MB", **options)
-        self._gate = RequestGate(config, "secret", 1, self._ask, self._broadcast, ConnectionError)
+        self._gate = RequestGate(
+            config, "secret", 1, self._ask, self._broadcast, ConnectionError, lambda name: False
+        )
 
     @asynccontextmanager
     async def _ask(self, call: Call, failed: list[str]) -> AsyncIterator[Any]:

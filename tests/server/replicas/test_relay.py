@@ -12,6 +12,7 @@ import pytest
 
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.streams import BEAT
+from greenroom.server.page.assets import DATA
 from greenroom.server.replicas.relay import LOST, TRIES, relay
 from greenroom.server.replicas.responses import joined, last_event, merged_metrics
 from greenroom.server.web.calls import Call
@@ -42,10 +43,10 @@ class Replicas:
         finally:
             self.closed += 1
 
-    def send(self, path: str = CHAT) -> tuple[int, list[bytes]]:
+    def send(self, path: str = CHAT, leaving: str = "") -> tuple[int, list[bytes]]:
         async def read() -> list[Any]:
             call = Call("POST", path, [])
-            return [each async for each in relay(call, self.ask, ConnectionError)]
+            return [each async for each in relay(call, self.ask, ConnectionError, leaving.__eq__)]
 
         (status, _), *parts = asyncio.run(read())
         assert self.closed == len(self.failed)
@@ -73,6 +74,18 @@ def test_what_has_begun_ends_with_an_error() -> None:
     assert (status, parts[0], len(parts)) == (200, b"data: 1\n\n", 2)
     assert json.loads(parts[1].removeprefix(b"data: "))["error"]["message"] == LOST
     assert len(replicas.failed) == 1
+
+
+def test_a_page_leaves_a_replica_that_is_to_be_removed() -> None:
+    frames = [head("a"), b"data: 1\n\n", b"data: 2\n\n"]
+    assert Replicas(frames).send(DATA, leaving="a") == (200, [b"data: 1\n\n"])
+    assert Replicas(frames).send(DATA, leaving="b") == (200, frames[1:])
+    assert Replicas(frames).send(CHAT, leaving="a") == (200, frames[1:])  # an answer ends first
+
+
+def test_frames_of_a_lost_replica_end_without_an_error() -> None:
+    frames = [head("a"), b"data: 1\n\n"]
+    assert Replicas([*frames, ConnectionError()]).send(DATA) == (200, frames[1:])
 
 
 def test_a_sign_of_life_is_no_beginning() -> None:

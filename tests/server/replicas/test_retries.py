@@ -62,7 +62,7 @@ async def relayed(apps: list[ASGIApp], call: Call) -> list[bytes]:
         async with aclosing(read(apps[len(failed)], call, lost=not failed)) as parts:  # type: ignore[type-var]
             yield parts
 
-    _, *parts = [part async for part in relay(call, ask, ConnectionError)]
+    _, *parts = [part async for part in relay(call, ask, ConnectionError, lambda name: False)]
     return parts
 
 

@@ -13,7 +13,7 @@ import json
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 PIECE = 1024  # characters of a message that are compared at once
 MOST_PIECES = 100_000  # whose replicas are remembered
@@ -69,8 +69,11 @@ def _prefix(request: Any) -> Prefix:
 class Affinity:
     """Knows which replicas hold which conversations, and how many requests each has.
 
-    `places` are the answers that a replica computes at a time.
+    `places` are the answers that a replica computes at a time. `replicas` are the names of those
+    that get requests from this process, which has one deployment.
     """
+
+    replicas: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, places: int) -> None:
         self._places = places
@@ -96,8 +99,12 @@ class Affinity:
         return sorted(replicas, key=rank)
 
     def begin(self, replica: str, request: str, prefix: Prefix) -> None:
-        """Note that a replica answers a request, and holds its conversation from now on."""
-        self._running[replica].add(request)
+        """Note that a replica answers a request, and holds its conversation from now on.
+
+        A request without a conversation, as the live page's, takes no place.
+        """
+        if prefix.digests:
+            self._running[replica].add(request)
         self._latest[replica] = max(self._latest.values(), default=0) + 1
         for each in prefix.digests:
             self._holders.setdefault(each, set()).add(replica)

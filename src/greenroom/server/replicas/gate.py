@@ -1,6 +1,6 @@
 """The gate of several servers: it checks and reads each request, and passes it on.
 
-gate = RequestGate(config, key, replicas=3, ask=ask, broadcast=broadcast, lost=ConnectionError)
+gate = RequestGate(config, key, 3, ask, broadcast, lost=ConnectionError, leaves=is_removed)
 response = await gate.respond(request)
 """
 
@@ -36,14 +36,15 @@ Broadcast = Callable[[Call], Awaitable[Sequence[Answer | BaseException]]]
 class RequestGate:
     """Checks keys and reads bodies, within the limits of one server for each replica.
 
-    `replicas` is how many there may be, `lost` the exception of `ask` for a lost one.
+    `replicas` is how many there may be, `lost` the exception of `ask` for a lost one, and `leaves`
+    tells by its name whether one gets no more requests, since it is to be removed.
     """
 
     def __init__(
         self, config: ServeConfig, key: str | None, replicas: int, ask: AskReplica,
-        broadcast: Broadcast, lost: type[Exception],
+        broadcast: Broadcast, lost: type[Exception], leaves: Callable[[str], bool],
     ) -> None:  # fmt: skip
-        self._ask, self._broadcast, self._lost = ask, broadcast, lost
+        self._ask, self._broadcast, self._lost, self._leaves = ask, broadcast, lost, leaves
         self._check = key_check(config, key)
         self._max_body = Amount.parse(config.max_body, "--max-body").nbytes or 0
         self._bodies = BodyBudget(BODIES * self._max_body * replicas)
@@ -86,7 +87,7 @@ class RequestGate:
     async def _relay(self, call: Call, record: RequestRecord) -> AsyncIterator[Any]:
         """Yield what `relay` does; the body counts until the end, since it may be sent again."""
         try:
-            async for part in relay(call, partial(self._ask, call), self._lost):
+            async for part in relay(call, partial(self._ask, call), self._lost, self._leaves):
                 yield part
         finally:
             record.release()

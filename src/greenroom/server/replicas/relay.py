@@ -1,6 +1,6 @@
 """Pass a request to a replica, and to the next one if that is lost.
 
-parts = relay(call, ask, lost=ConnectionError)
+parts = relay(call, ask, lost=ConnectionError, leaves=removed.__contains__)
 status, headers = await anext(parts)
 async for data in parts: ...
 """
@@ -14,6 +14,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from greenroom.server.http.errors import ApiError
+from greenroom.server.page.assets import DATA
 from greenroom.server.replicas.responses import is_beat, last_event
 from greenroom.server.web.calls import Call, Headers
 
@@ -25,12 +26,15 @@ LOST = "the replica that computed this answer was lost: send the request again"
 Ask = Callable[[list[str]], AbstractAsyncContextManager[AsyncIterator[Any]]]
 
 
-async def relay(call: Call, ask: Ask, lost: type[Exception]) -> AsyncIterator[Any]:
+async def relay(
+    call: Call, ask: Ask, lost: type[Exception], leaves: Callable[[str], bool]
+) -> AsyncIterator[Any]:
     """Yield status and headers of a response, then the parts of its body.
 
     A replica is lost if `ask` raises `lost`. Another one is asked unless a part of the answer was
     yielded; then the stream ends with an error in the format of its API. A sign of life is no part
-    of an answer.
+    of an answer. Frames of the live page have no end of their own: they end where their replica is
+    lost, or `leaves` says that it is to be removed, and the page asks again.
     """
     failed, sent, begun, events = list[str](), False, False, 0
     while not begun and len(failed) < TRIES:
@@ -49,6 +53,8 @@ async def relay(call: Call, ask: Ask, lost: type[Exception]) -> AsyncIterator[An
                     begun = begun or not is_beat(call.path, part)
                     events += part.count(b"\ndata: ")
                     yield part
+                    if call.path == DATA and leaves(name):
+                        return
                 else:
                     return
         except lost:
@@ -56,7 +62,8 @@ async def relay(call: Call, ask: Ask, lost: type[Exception]) -> AsyncIterator[An
         failed.append(name)
     error = ApiError(502, LOST, retry_after_s=1)
     if sent:
-        yield last_event(call.path, error, events)
+        if call.path != DATA:
+            yield last_event(call.path, error, events)
         return
     response = refused(call.path, error)
     yield response.status_code, response.raw_headers

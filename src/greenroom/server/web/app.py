@@ -27,6 +27,7 @@ from greenroom.server.http.route_helpers import REF
 from greenroom.server.http.service import Service
 from greenroom.server.page import routes
 from greenroom.server.page.assets import assets
+from greenroom.server.web.links import add_links
 from greenroom.server.web.middleware import (
     CheckMiddleware,
     KeyCheck,
@@ -94,7 +95,7 @@ async def _answer(request: Request, error: Exception) -> JSONResponse:
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, with the schemas of request bodies.
+    """Return the OpenAPI document, with the schemas of request bodies and with links.
 
     FastAPI does not read these schemas.
     """
@@ -109,5 +110,6 @@ def _document(app: FastAPI) -> dict[str, Any]:
         }
         document["components"]["securitySchemes"] = keys
         document["security"] = [{}, {"bearer": []}, {"key": []}]
+        add_links(document)
         app.openapi_schema = document
     return app.openapi_schema
