@@ -201,6 +201,7 @@ faults: $(READY) native
 # where the last run ended. Counts add up in build/soak/counts.json.
 SCHEDULES ?= 20000
 KILLS ?= 1000
+REQUESTS ?= 10000
 soak: $(READY) native
 	$(MAKE) --no-print-directory fuzz FUZZ_INPUTS=1000000
 	GREENROOM_TEST_EXAMPLES=all $(BIN)/python -m pytest -m "slow or hypothesis"
@@ -210,6 +211,8 @@ soak: $(READY) native
 	$(MAKE) --no-print-directory faults FAULTS=1000000 SCENARIOS=
 	PYTHONPATH=src $(BIN)/python -m tests.faults.mutants
 	PYTHONPATH=src $(BIN)/python -m tests.kills.run --kills $(KILLS)
+	PYTHONPATH=src $(BIN)/python -m tests.memory.run --requests $(REQUESTS)
+	PYTHONPATH=src $(BIN)/python -m tests.memory.mutants
 	PYTHONPATH=src $(BIN)/python -m tests.differential.run --seconds 3600
 	$(MAKE) --no-print-directory versions
 
