@@ -202,6 +202,7 @@ faults: $(READY) native
 SCHEDULES ?= 20000
 KILLS ?= 1000
 SERVER_MINUTES ?= 60
+REQUESTS ?= 10000
 soak: $(READY) native
 	$(MAKE) --no-print-directory fuzz FUZZ_INPUTS=1000000
 	GREENROOM_TEST_EXAMPLES=all $(BIN)/python -m pytest -m "slow or hypothesis"
@@ -212,6 +213,8 @@ soak: $(READY) native
 	PYTHONPATH=src $(BIN)/python -m tests.faults.mutants
 	PYTHONPATH=src $(BIN)/python -m tests.faults.soak --minutes $(SERVER_MINUTES)
 	PYTHONPATH=src $(BIN)/python -m tests.kills.run --kills $(KILLS)
+	PYTHONPATH=src $(BIN)/python -m tests.memory.run --requests $(REQUESTS)
+	PYTHONPATH=src $(BIN)/python -m tests.memory.mutants
 	PYTHONPATH=src $(BIN)/python -m tests.differential.run --seconds 3600
 	$(MAKE) --no-print-directory versions
 

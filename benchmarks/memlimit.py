@@ -45,6 +45,8 @@ class Cgroup:
     folder: Path
     limit: str
     peak: str
+    usage: str
+    events: str
 
     @property
     def procs(self) -> Path:
@@ -54,6 +56,15 @@ class Cgroup:
         """Peak of the cgroup's memory; None if the kernel has no peak (v2 before Linux 5.19)."""
         path = self.folder / self.peak
         return int(path.read_text()) if path.exists() else None
+
+    def usage_bytes(self) -> int:
+        """Memory of the cgroup now, with the page cache that is charged to it."""
+        return int((self.folder / self.usage).read_text())
+
+    def kills(self) -> int:
+        """How many of its processes the kernel has ended for want of memory."""
+        lines = (line.split() for line in (self.folder / self.events).read_text().splitlines())
+        return next((int(count) for name, count in lines if name == "oom_kill"), 0)
 
 
 @dataclass(frozen=True)
@@ -115,12 +126,15 @@ def _make(parent: Path, v2: bool, limit_bytes: int) -> Cgroup:
     folder.mkdir()
     try:
         if v2:
-            group = Cgroup(folder, "memory.max", "memory.peak")
+            group = Cgroup(folder, "memory.max", "memory.peak", "memory.current", "memory.events")
             swap = folder / "memory.swap.max"
             if swap.exists():
                 swap.write_text("0")
         else:
-            group = Cgroup(folder, "memory.limit_in_bytes", "memory.max_usage_in_bytes")
+            group = Cgroup(
+                folder, "memory.limit_in_bytes", "memory.max_usage_in_bytes",
+                "memory.usage_in_bytes", "memory.oom_control",
+            )  # fmt: skip
             (folder / "memory.swappiness").write_text("0")
         (folder / group.limit).write_text(str(limit_bytes))
     except OSError:

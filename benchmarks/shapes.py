@@ -87,13 +87,14 @@ class Routing:
         return logits
 
 
-def tiny(shape: Shape, vocabulary: int | None) -> Shape:
+def tiny(shape: Shape, vocabulary: int | None, experts: int | None = None) -> Shape:
     """The shape with small matrices and few experts: the same layers and kinds of tensors."""
     small = {
         "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64,
         "kv_lora_rank": 256, "qk_nope_head_dim": 64, "v_head_dim": 64, "sliding_window": 64,
-        FAMILIES[shape.family].experts: 16, "vocab_size": vocabulary or shape.config["vocab_size"],
+        FAMILIES[shape.family].experts: experts or 16,
+        "vocab_size": vocabulary or shape.config["vocab_size"],
     }  # fmt: skip
     if shape.config.get("kv_lora_rank"):  # every head has its own keys
         small["num_key_value_heads"] = 4
@@ -384,6 +385,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--tiny", action="store_true", help="small matrices, to try the scripts with")
     made.add_argument("--vocabulary", type=int, metavar="N", help="with --tiny: its vocabulary")
+    made.add_argument("--experts", type=int, metavar="N", help="with --tiny: of each layer (16)")
     return made  # fmt: skip
 
 
@@ -392,7 +394,7 @@ def main() -> None:
     if args.out.exists():
         sys.exit(f"{args.out}: exists already: remove it, or give another name")
     shape = SHAPES[args.shape]
-    shape = tiny(shape, args.vocabulary) if args.tiny else shape
+    shape = tiny(shape, args.vocabulary, args.experts) if args.tiny else shape
     if args.type is not None:
         if args.format == "safetensors":
             sys.exit("--type is of GGUF files: leave out --format safetensors")

@@ -1,0 +1,1 @@
+"""Servers of miniatures of published models, in memory cgroups of their `--memory`."""
