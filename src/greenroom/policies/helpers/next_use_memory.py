@@ -18,7 +18,7 @@ was not used in HORIZON passes.
 
 from __future__ import annotations
 
-from math import exp, log
+from math import exp, log, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -145,7 +145,7 @@ def recall(memory: Memory, layer: int, experts: int) -> None:
 def _score(value: float) -> float:
     """Return the sum of terms from which NEXT-USE computes a value."""
     centred = 2.0 * min(max(value, 0.01), 0.99) - 1.0
-    return 2.0 * centred / np.sqrt(1.0 - centred * centred)
+    return 2.0 * centred / sqrt(1.0 - centred * centred)
 
 
 @compiled
