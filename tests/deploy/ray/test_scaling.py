@@ -121,12 +121,12 @@ def test_long_streams_outlive_the_removal_of_their_replica(cluster: str, tmp_pat
         try:
             running.wait_for(NODES)
             pages += [Page(running) for _ in range(NODES)]
-            begun = [threading.Event() for _ in numbers]
-            streams += [pool.submit(long_text, running, each, begun[each]) for each in numbers]
-            assert all(each.wait(STOP_S) for each in begun)
             ended.set()
             for each in clients:
                 each.result()
+            begun = [threading.Event() for _ in numbers]  # before a replica is removed: 2 s later
+            streams += [pool.submit(long_text, running, each, begun[each]) for each in numbers]
+            assert all(each.wait(STOP_S) for each in begun)
             assert min(running.metric("running_requests").values()) > 0  # on each replica
             running.wait_for(1)  # others get no more requests
             assert len(processes()) > 1  # at least one waits for its streams
