@@ -14,6 +14,7 @@ from kernels import DECODED, STORED, encoded_layer, encoded_matrix
 from torch import nn
 
 from greenroom.core.layout import SlotLayout
+from greenroom.runtime.kernels.activation import SILU
 from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.dense.attention import KeyValueView, OneTokenAttention
 from greenroom.runtime.kernels.dense.blocks.router import CompiledRouter, RouterSettings
@@ -297,6 +298,24 @@ def norm_cases(sizes: Sizes) -> Iterator[Case]:
     )  # fmt: skip
 
 
+def activation_cases(sizes: Sizes) -> Iterator[Case]:
+    """The activation of a dense MLP, whose width is that of all chosen experts."""
+    columns, operations = (
+        sizes.top_k * sizes.inner,
+        25,
+    )  # of a number: an exponential and a division
+    for rows in (1, SEQUENCES):
+        gate, up, out = torch.ones(3, rows, columns).to(DTYPE)
+        call = library().structure("ActivateCall")(
+            gate=gate.data_ptr(), up=up.data_ptr(), out=out.data_ptr(), rows=rows, columns=columns
+        )
+        call.activation.code, call.activation.limit = SILU, float("inf")
+        yield Case(
+            "mlp", "activation", rows, 6 * rows * columns, operations * rows * columns, FLOATS,
+            copied(kernel_entry("activate", DTYPE), call, (gate, up, out)),
+        )  # fmt: skip
+
+
 def linear_cases(sizes: Sizes) -> Iterator[Case]:
     """Dense layers: the output head, plain and as stored, and rows decoded for long prompts."""
     rows, columns = sizes.vocabulary, sizes.hidden
@@ -359,4 +378,5 @@ def all_cases(sizes: Sizes, formats: tuple[str, ...]) -> Iterator[Case]:
     yield from key_value_cases(sizes)
     yield from router_cases(sizes)
     yield from norm_cases(sizes)
+    yield from activation_cases(sizes)
     yield from linear_cases(sizes)
