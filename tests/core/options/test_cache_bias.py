@@ -20,6 +20,7 @@ from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import UsageError
 from greenroom.policies import policy
 from tests.core.random_driver import carry_out, ids
+from tests.options import needs_option
 
 SCORES = np.array([[4.0, 3.0, 2.0, 1.0, 0.9, -6.0]], np.float32)  # a range of 10
 CHOSEN = np.array([[0, 1, 2, 3]])
@@ -135,10 +136,14 @@ def test_a_bias_is_inexact_but_approximates_no_miss():
     at = SchedulerConfig(cache_bias=0.1).approximation()
     assert at == Approximation(bias=0.1)
     assert not at.of_misses
+    assert SchedulerConfig(cache_bias=0.1).without_approximation() == SchedulerConfig()
+
+
+@needs_option("precision")
+def test_a_bias_and_approximate_misses_are_inexact_together():
     both = SchedulerConfig(cache_bias=0.1, skip_below=0.2).approximation()
     assert both is not None
     assert (both.bias, both.skip, both.of_misses) == (0.1, 0.2, True)
-    assert SchedulerConfig(cache_bias=0.1).without_approximation() == SchedulerConfig()
 
 
 @pytest.mark.parametrize("bias", [-0.1, 1.5, float("nan"), float("inf")])
