@@ -97,7 +97,7 @@ def parse(raw: JsonObject) -> PackHeader:
 
 def _file(value: Any, where: str) -> DenseFile:
     file = DenseFile(**JsonObject(value, where).fields_of(DenseFile))
-    if Path(file.name).name != file.name or "\0" in file.name:
+    if Path(file.name).name != file.name or not file.name.isprintable():
         raise Malformed(
             f"{where}.name is {show_value(file.name)}, but must be a file name without a folder"
         )
