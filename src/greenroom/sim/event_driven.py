@@ -48,7 +48,8 @@ SPLIT_COUNTS = ("bottoms", "bottom_hits")
 APPROXIMATION_COUNTS = ("low", "low_hits", "skipped", "substituted", "joined")
 HOST_COUNTS = ("on_host",)
 PROMOTION_COUNTS = ("promoted",)
-UNUSED_COUNTS = ("failed", "idle", "idle_used")  # links do not fail, and requests do not pause
+# Links do not fail, requests do not pause, and no router is biased.
+UNUSED_COUNTS = ("failed", "idle", "idle_used", "rerouted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,7 +161,7 @@ def test_what_a_policy_cannot_use_is_ignored_with_one_warning(folder, caplog):
     assert torch.equal(again, first)
     assert warnings(caplog) == [
         "policy next-use cannot use what it learned in earlier runs, and learns anew: the stored"
-        " arrays of policy next-use have version 99, but must have version 1"
+        " arrays of policy next-use have version 99, but must have version 2"
     ]
     assert "0/links" in load_routing(kept().stem).states["policy next-use"]
 

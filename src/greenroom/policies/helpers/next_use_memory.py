@@ -87,11 +87,11 @@ def observe(memory: Memory, layer: int, pieces: Ids, begin: int) -> None:
         i = pieces[j] - begin
         memory.sets[layer, i >> 6, present] |= ONE << np.uint64(i & 63)
     memory.most[0] = FADE * memory.most[0] + np.float32(1.0)
-    for slot in range(memory.first[0], passes):
+    for slot in range(passes):
         memory.match[slot] *= FADE
     for block in range(memory.sets.shape[1]):
         bits = memory.sets[layer, block, present]
-        for slot in range(memory.first[0], passes):
+        for slot in range(passes):
             common = np.float32(np.int32(count_ones(memory.sets[layer, block, slot] & bits)))
             memory.match[slot] += common * (scale * memory.scale[layer, slot])
     memory.match[present] = np.float32(0.0)
@@ -123,11 +123,11 @@ def recall(memory: Memory, layer: int, experts: int) -> None:
         share = min(MOST_SHARE, memory.share[i])
         memory.base[i] = share / (1.0 - memory.powers[1] * (1.0 - share))
         memory.recalled[i] = 0.0
-    for slot in range(memory.first[0], passes):
+    for slot in range(passes):
         best = max(best, memory.match[slot])
     bound = max(best + most * np.float32(log(LEAST) / SHARPNESS), np.float32(0.0))
     total = remainder = PRIOR
-    for slot in range(memory.first[0], passes):
+    for slot in range(passes):
         if memory.match[slot] <= bound:
             continue
         weight = exp(SHARPNESS * (memory.match[slot] / most - 1.0))

@@ -173,6 +173,7 @@ CASES = (
     Case("expand_keys_values", "width", kv_rows.check_expand),
     Case("add_and_norm", "columns", dense.check_norm),
     Case("add_and_norm_rows", "columns", dense.check_norm_rows),
+    Case("activate", "columns", dense.check_activation),
     Case("test_exponentials", "length", dense.check_exponentials),
     *project_cases("project", attention.check_project),
     *project_cases("project_rows", attention.check_project_rows),

@@ -7,9 +7,12 @@ from itertools import product
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
+from greenroom.runtime.kernels.activation import SILU
 from greenroom.runtime.kernels.dense.norms import NORMS
 from greenroom.runtime.kernels.dense.stored import FEW
+from greenroom.runtime.kernels.native.library import library
 from tests.runtime.kernels.codes import Style, planes_of
 from tests.runtime.kernels.packed import equal, pack
 from tests.runtime.kernels.panels import PANELS
@@ -132,6 +135,23 @@ def check_norm_rows(kernel: WalledKernel, columns: int) -> Iterator[Tensor]:
         assert torch.equal(got, want)
         assert torch.equal(wide, want.float()) if widens else is_untouched(wide)
         yield from (got, wide)
+
+
+def check_activation(kernel: WalledKernel, columns: int) -> Iterator[Tensor]:
+    """The gated activation of one and three rows, in memory of its own and in the gate's."""
+    formula = library().structure("Activation")(code=SILU, limit=float("inf"))
+    near = 2 * torch.finfo(kernel.dtype).eps + 1e-5
+    for rows, in_place in product((1, 3), (False, True)):
+        gate, up = kernel.normals(rows, columns), kernel.normals(rows, columns)
+        out = kernel.allocate(rows, columns, dtype=kernel.dtype)
+        if in_place:
+            out.copy_(gate)
+        kernel.call(
+            "ActivateCall", activation=formula, rows=rows, columns=columns, out=out.data_ptr(),
+            gate=out.data_ptr() if in_place else kernel.place(gate), up=kernel.place(up),
+        )  # fmt: skip
+        assert is_near(out, silu(gate.double()) * up.double(), near, 2**-24)
+        yield out
 
 
 def check_exponentials(kernel: WalledKernel, n: int) -> Iterator[Tensor]:

@@ -28,19 +28,20 @@ def check_select(kernel: WalledKernel, experts: int) -> Iterator[Tensor]:
         ids, weights = kernel.allocate(top_k, dtype=INT64), kernel.allocate(top_k, dtype=dtype)
         call = kernel.call(
             "Choice", logits=kernel.place(logits), experts=experts, top_k=top_k, summed=summed,
-            wide=wide, ids=ids.data_ptr(), weights=weights.data_ptr(),
+            wide=wide, ids=ids.data_ptr(), weights=weights.data_ptr(), scale=1,
         )  # fmt: skip
         assert call.chosen == top_k
         assert ids.tolist() == order[:top_k].tolist()
         want = scores[:top_k] / scores[:top_k].sum() if summed else scores[:top_k]
         assert is_near(weights, want, torch.finfo(dtype).eps + 1e-5, 2**-24)
         yield from (ids, weights)
+    yield from _check_sigmoid(kernel, logits, top_k)
     equal = torch.zeros(experts, dtype=kernel.dtype)
     for knows_ties in (False, True):
         ids, weights = kernel.allocate(top_k, dtype=INT64), kernel.allocate(top_k)
         call = kernel.call(
             "Choice", logits=kernel.place(equal), experts=experts, top_k=top_k, wide=True,
-            knows_ties=knows_ties, ids=ids.data_ptr(), weights=weights.data_ptr(),
+            knows_ties=knows_ties, ids=ids.data_ptr(), weights=weights.data_ptr(), scale=1,
         )  # fmt: skip
         if call.chosen:
             assert len({*ids.tolist()}) == top_k
@@ -50,6 +51,21 @@ def check_select(kernel: WalledKernel, experts: int) -> Iterator[Tensor]:
             assert is_untouched(ids)
             assert is_untouched(weights)
         yield ids
+
+
+def _check_sigmoid(kernel: WalledKernel, logits: Tensor, top_k: int) -> Iterator[Tensor]:
+    """The experts of the largest sums of sigmoid and bias, all of which differ."""
+    bias = -torch.arange(len(logits)).float()
+    scores = logits.double().sigmoid()
+    ids, weights = kernel.allocate(top_k, dtype=INT64), kernel.allocate(top_k)
+    call = kernel.call(
+        "Choice", logits=kernel.place(logits), experts=len(logits), top_k=top_k, wide=True,
+        ids=ids.data_ptr(), weights=weights.data_ptr(), bias=kernel.place(bias), scale=2.5,
+    )  # fmt: skip
+    assert call.chosen == top_k
+    assert ids.tolist() == [*range(top_k)]
+    assert is_near(weights, 2.5 * scores[:top_k], 1e-5, 2**-24)
+    yield from (ids, weights)
 
 
 def check_select_rows(kernel: WalledKernel, experts: int) -> Iterator[Tensor]:
@@ -63,7 +79,7 @@ def check_select_rows(kernel: WalledKernel, experts: int) -> Iterator[Tensor]:
     choices = [
         kernel.place_call(
             "Choice", logits=kernel.place(each), experts=experts, top_k=top_k, wide=True,
-            ids=ids.data_ptr(), weights=weights.data_ptr(),
+            ids=ids.data_ptr(), weights=weights.data_ptr(), scale=1,
         )
         for each, (ids, weights) in zip(logits, results, strict=True)
     ]  # fmt: skip
