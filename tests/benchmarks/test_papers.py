@@ -73,7 +73,7 @@ def test_make_papers_runs_the_commands_of_the_documents(command: str) -> None:
 
 
 def test_every_script_of_the_papers_is_in_the_documents() -> None:
-    pages = ("policies.md", "ray.md")
+    pages = ("policies.md", "prefetch.md", "ray.md")
     text = PAGE + "".join((ROOT / "docs" / name).read_text() for name in pages)
     assert not [name for name in SCRIPTS if not re.search(rf"\b{name}\.py\b", text)]
 

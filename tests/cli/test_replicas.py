@@ -6,6 +6,7 @@ import pytest
 
 from greenroom.cli.replicas import parse_replicas
 from greenroom.errors import UsageError
+from tests.options import needs_option
 
 
 def test_a_command_line_has_the_options_of_servers_and_of_replicas() -> None:
@@ -19,7 +20,11 @@ def test_a_command_line_has_the_options_of_servers_and_of_replicas() -> None:
     [
         (["--adapter", "demo=here"], "the model has this name"),
         (["--adapter", "here", "--split", "auto"], "--split cannot be used with --adapter"),
-        (["--batch-invariant", "--skip-below", "0.1"], "leave out --batch-invariant"),
+        pytest.param(
+            ["--batch-invariant", "--skip-below", "0.1"],
+            "leave out --batch-invariant",
+            marks=needs_option("precision"),
+        ),
         (["--replicas", "3-1"], "--replicas must be a number or MIN-MAX"),
     ],
 )
