@@ -183,15 +183,16 @@ class FusedDecoderLayer:
         if view is None:
             return None
         positions = kwargs["position_embeddings"]
-        if self._computes_choice and self._moe.observed_check.passes():  # type: ignore[union-attr]
+        moe = self._moe
+        if self._computes_choice and moe is not None and moe.observed_check.passes():
             out = self._compute_token(x, positions, view)
             return out if out.dim() == x.dim() else out.view(x.shape)
         residual, state = (torch.empty(1, self.attention.hidden, dtype=x.dtype) for _ in range(2))
         work = self.workspace(view.tokens)
         sequence.run(self.stages(x, positions, view, residual, state, work))
-        if not self._takes_choice:
+        if moe is None or not self._takes_choice:
             return residual.view(x.shape) + self._block(state.view(x.shape))
-        index, weights = self._moe.choose(state)  # type: ignore[union-attr]
+        index, weights = moe.choose(state)
         shared = self.shared_output(state)
         return self.compute_from_choice(state, index, weights, residual, shared).view(x.shape)
 
@@ -331,7 +332,8 @@ class FusedDecoderLayer:
         total, state = torch.empty_like(x), torch.empty_like(x)
         memory = BatchMemory([self], [view.tokens for view in views])
         calls = batch_calls(self, x, positions, views, total, state, memory)
-        if not self._computes_choice or not self._moe.unobserved_check.passes():  # type: ignore[union-attr]
+        moe = self._moe
+        if moe is None or not self._computes_choice or not moe.unobserved_check.passes():
             sequence.run(calls.stages)
             return self._add_block(total, state, batched_cache.exact)
         assert self.router is not None
@@ -343,11 +345,11 @@ class FusedDecoderLayer:
 
     def _add_block(self, total: Tensor, state: Tensor, exact: bool) -> Tensor:
         """Return total + block(state), [1, T, hidden]."""
-        if not self._takes_choice:
+        if self._moe is None or not self._takes_choice:
             return total + (call_for_tokens(self._block, state) if exact else self._block(state))
         row_by_row = exact or self.router is not None  # a compiled router takes one token
         rows = state[0].split(1) if row_by_row else (state[0],)
-        chosen = [self._moe.choose(row) for row in rows]  # type: ignore[union-attr]
+        chosen = [self._moe.choose(row) for row in rows]
         index, weights = (torch.cat(each) for each in zip(*chosen, strict=True))
         shared = self.shared_output(state[0])
         out = self.compute_from_choice(state[0], index, weights, total[0], shared)
