@@ -45,7 +45,7 @@ class KnownState(NamedTuple):
     ahead: int  # steps that are known
 
 
-def known(tokens: int) -> Policy:
+def foresighted_policy(tokens: int) -> Policy:
     """Make the policy that knows the routing of so many next tokens."""
 
     def build_state(setup: PolicySetup) -> KnownState:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 
 from common import MODELS, limit, options, table
-from known_policy import known
+from known_policy import foresighted_policy
 
 from greenroom.core.policy import Policy
 from greenroom.policies import policy
@@ -34,7 +34,8 @@ def row(trace: Trace, tokens: list[int]) -> list[str]:
     cells = []
     for count in tokens:
         gaps = [
-            gap_closed(lru, misses(known(count), share), opt) for share, (lru, opt) in ends.items()
+            gap_closed(lru, misses(foresighted_policy(count), share), opt)
+            for share, (lru, opt) in ends.items()
         ]
         cells.append(" / ".join(f"{100 * gap:.1f}" for gap in gaps))
         print(trace.tokens, count, cells[-1], flush=True)

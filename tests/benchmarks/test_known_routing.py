@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.papers.known_policy import known
+from benchmarks.papers.known_policy import foresighted_policy
 from greenroom.policies import policy
 from greenroom.sim.replay import replay
 from tests.policies.plain import plain_policies
@@ -19,14 +19,16 @@ STREAM = as_stream(tokens(seed=3, count=60))
 def test_knowing_no_token_is_next_use_and_knowing_all_is_opt(count, equal):
     with plain_policies():
         got, expected = (
-            replay(STREAM, OFFSETS, 5, each, pin="none").misses for each in (known(count), equal)
+            replay(STREAM, OFFSETS, 5, each, pin="none").misses
+            for each in (foresighted_policy(count), equal)
         )
     assert got == expected
 
 
-def test_a_known_token_lowers_misses():
+def test_routing_of_the_next_token_lowers_misses():
     with plain_policies():
         some, more = (
-            replay(STREAM, OFFSETS, 5, known(count), pin="none").misses for count in (0, 3)
+            replay(STREAM, OFFSETS, 5, foresighted_policy(count), pin="none").misses
+            for count in (0, 3)
         )
     assert more < some
