@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.mutants.patches import ROOT, make_copy, patches
+from tests.mutants.patches import ROOT, make_copy, patches, report_missed
 
 MODEL, REQUESTS = ("qwen3-30b-a3b", "--forms", "gguf"), "240"
 # What each defect breaks: memory of answers that is never freed; buffers that no budget counts.
@@ -38,11 +38,5 @@ def is_found(name: str) -> bool:
         return done.returncode == 1 and SHOWN_BY[name] in done.stdout
 
 
-def main(names: list[str]) -> int:
-    missed = [name for name in names or SHOWN_BY if not is_found(name)]
-    print(f"missed: {', '.join(missed) or 'none'}")
-    return 1 if missed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(report_missed(sys.argv[1:] or SHOWN_BY, is_found))

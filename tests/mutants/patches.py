@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -14,7 +15,7 @@ PACKAGE = "src/greenroom"
 
 
 def patches(suite: str) -> dict[str, Path]:
-    """Return the patches of a suite by name: of `fuzz`, `faults` or `schedules`."""
+    """Return the patches of a suite by name: of `fuzz`, `faults`, `memory` or `schedules`."""
     return {path.stem: path for path in sorted((FOLDER / suite).glob("*.patch"))}
 
 
@@ -46,3 +47,10 @@ def make_copy(folder: Path, patch: Path | None) -> Path:
             shutil.copy(ROOT / name, folder / name)
         subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True)
     return folder / "src"
+
+
+def report_missed(names: Iterable[str], is_found: Callable[[str], bool]) -> int:
+    """Try defects by name, print those that are not found, and return the exit code."""
+    missed = [name for name in names if not is_found(name)]
+    print(f"missed: {', '.join(missed) or 'none'}")
+    return 1 if missed else 0
