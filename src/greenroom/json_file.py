@@ -272,7 +272,12 @@ def show_value(value: Any) -> str:
 
 def printable(value: Any) -> str:
     """Return the first 100 characters of a text, without unprintable characters."""
-    return "".join(filter(str.isprintable, str(value)[:100]))
+    return one_line(str(value)[:100])
+
+
+def one_line(text: str) -> str:
+    """Return a text without its unprintable characters, which include ends of lines."""
+    return "".join(filter(str.isprintable, text))
 
 
 def _check_brackets(data: bytes) -> None:

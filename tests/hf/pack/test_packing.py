@@ -23,7 +23,7 @@ from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.checkpoint.fingerprint import fingerprint
 from greenroom.hf.checkpoint.header import read_header
 from greenroom.hf.checkpoint.pack.format import HEADER
-from greenroom.hf.checkpoint.resolve import open_checkpoint
+from greenroom.hf.checkpoint.resolve import find_checkpoint, open_checkpoint
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.reference import load_reference_model
 from greenroom.hf.model.skeleton import ModelSkeleton
@@ -407,6 +407,15 @@ def test_another_pack_was_begun_there(tmp_path: Path) -> None:
         pack(str(source()), tmp_path / "pack", "int4")
     assert "another unfinished pack: run `greenroom pack" in one_line(error)
     assert "--experts int8`" in one_line(error)
+
+
+def test_a_source_whose_name_has_two_lines(tmp_path: Path) -> None:
+    """Messages about the pack name its source, so the header has the name in one line."""
+    model = tmp_path / "two\nlines"
+    model.symlink_to(source())
+    pack(str(model), tmp_path / "pack", "int8")
+    assert header(tmp_path / "pack")["source"]["model"] == str(tmp_path / "twolines")
+    assert find_checkpoint(tmp_path / "pack").pack is not None
 
 
 def test_the_source_has_changed_meanwhile(tmp_path: Path) -> None:

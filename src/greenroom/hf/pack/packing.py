@@ -41,6 +41,7 @@ from greenroom.hf.pack import dense
 from greenroom.hf.pack.subset import Keep, packed_skeleton
 from greenroom.hf.pack.target import ExpertPacker, low_copy_of, target_layout
 from greenroom.hf.pack.workers import ExpertsFile, write_experts
+from greenroom.json_file import one_line
 from greenroom.runtime.memory.system import peak_rss_bytes
 from greenroom.runtime.slots.cutting import Cutting
 
@@ -177,7 +178,7 @@ class _Job:
             )
         planned = [self._plan_layer(number) for number in range(len(self.catalog.layers))]
         self.packers = [packers for _, packers in planned]
-        source = PackSource(self.model, fingerprint(self.checkpoint), "")
+        source = PackSource(one_line(self.model), fingerprint(self.checkpoint), "")
         layers = lay_out(layer for layer, _ in planned)
         self.header = PackHeader(self.kind, str(self.skeleton.dtype)[6:], source, layers)
         names = dense.dense_names(self.checkpoint, self.skeleton.dense_tensors)

@@ -72,6 +72,7 @@ def test_another_version(folder: Path) -> None:
         lambda raw: raw["layers"][0]["encodings"].update(down_proj="q8_0+q4_0"),
         lambda raw: raw["dense"][0].update(name="../dense.safetensors"),
         lambda raw: raw["source"].update(model=3, other=4),
+        lambda raw: raw["source"].update(model="two\u2028lines"),
     ],
 )
 def test_a_damaged_header(folder: Path, spoil: Callable[[dict[str, Any]], None]) -> None:

@@ -82,7 +82,7 @@ def parse(raw: JsonObject) -> PackHeader:
     header = PackHeader(
         _one_of(raw.text("experts"), pack.KINDS),
         dtype,
-        PackSource(**raw.object("source").fields_of(PackSource)),
+        _source(raw.object("source")),
         lay_out(layers),
         raw.list_of("dense", _file),
     )
@@ -93,6 +93,13 @@ def parse(raw: JsonObject) -> PackHeader:
     if len({bool(layer.subset) for layer in layers}) > 1:
         raise Malformed("only some layers say which experts are packed")
     return header
+
+
+def _source(raw: JsonObject) -> PackSource:
+    source = PackSource(**raw.fields_of(PackSource))
+    if not source.model.isprintable():  # messages name it
+        raise Malformed(f"source.model is {show_value(source.model)}, but must be in one line")
+    return source
 
 
 def _file(value: Any, where: str) -> DenseFile:
