@@ -250,6 +250,7 @@ def test_a_budget_that_is_too_small_says_how_much_would_do(
     assert "more than the budget of 20 MiB: " in line
     enough = re.search(r"; give --memory (\d+MiB)", line)
     assert enough
+    taken += 3 << 20  # a process is not of the same size at every start
     assert cli("run", folder, "Hi", *FEW, "--memory", enough[1]).code == 0
 
 

@@ -34,6 +34,7 @@ AUTO_SHARE = 0.8  # of available memory; the remainder is left to other processe
 LARGE_SHARE = 0.25  # of the needs: above it, an error suggests a shorter context
 ROWS_EXPANDED = 64  # rows of float32 that a thread of the compiled kernel may need for scratch
 SLACK = 32 << 20  # for allocators, whose unused memory cannot be counted
+VARIATION = 4 << 20  # between two starts of a process: an advised budget has room for it
 # Attributes of configs with the experts of a token; most of transformers' configs have the first.
 EXPERTS_PER_TOKEN = "num_experts_per_tok", "top_k_experts", "moe_top_k"
 
@@ -122,11 +123,12 @@ def capacity_for(
     if slots < min_slots:
         experts = -(-min_slots // devices)
         enough = need.total + experts * catalog.slot_bytes
+        advised = -(-(enough + VARIATION) // (1 << 20))
         shorter = " or a shorter --context" if need.kv_cache > LARGE_SHARE * enough else ""
         raise BudgetError(
             f"the model needs {show_bytes(enough)}{label}, more than the budget of"
             f" {show_bytes(budget)}: {need} and {show_bytes(experts * catalog.slot_bytes)} for"
-            f" {experts} experts; give --memory {-(-enough // (1 << 20))}MiB{shorter}"
+            f" {experts} experts; give --memory {advised}MiB{shorter}"
         )
     return int(min(slots, catalog.experts))
 
