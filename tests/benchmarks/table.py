@@ -182,6 +182,8 @@ ROWS = (
     Row("precision.py", "--traces {recording} --tokens 50 --capacity 25%",
         ("capacity", "transfer", "exact", "skip 0.1")),
     Row("budgets.py", "{recording} --capacity 25% --policy lru", ("policy", "slots", "optimal")),
+    Row("scheduler_steps.py", "{recording} --capacity 40% --tokens 40 --repeat 2",
+        ("policy", "misses a step", "µs a step", "ratio")),
     Row("similarity.py", "{gate_inputs}", ("k", "mean over layers", "least", "most")),
     Row("pins.py", "{recording} --capacity 25% --policy lru", ("policy", "slots", "none", "mixed")),
     Row("split.py", "{recording} --capacity 25% --ratios 1 --tokens 132",

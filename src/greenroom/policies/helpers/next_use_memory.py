@@ -47,6 +47,7 @@ class Memory(NamedTuple):
     sets: NDArray[np.uint64]  # [L, W, M] the experts that a pass used in a layer, as bits
     scale: Weights  # [L, M] 1 / sqrt(their number); 0: none
     match: Weights  # [M] with the present pass
+    best: Weights  # [1] the largest match
     most: Weights  # [1] largest possible match
     present: Ints  # [1] slot of the present pass; M before the first one
     first: Ints  # [1] slots from this one on have been used
@@ -65,6 +66,7 @@ def empty(layers: int, experts: int, passes: int, discount: float) -> Memory:
         np.zeros((layers, blocks, passes), np.uint64),
         np.zeros((layers, passes), np.float32),
         np.zeros(passes, np.float32),
+        np.zeros(1, np.float32),
         np.zeros(1, np.float32),
         np.full(1, passes, np.int64),
         np.full(1, passes, np.int64),
@@ -115,17 +117,25 @@ def _begin_pass(memory: Memory) -> None:
 
 
 @compiled
+def _find_best(memory: Memory) -> None:
+    """Find the largest match, by its bits: they are in order, and a loop of integers is fast."""
+    best = np.int32(0)
+    for bits in memory.match.view(np.int32):
+        best = max(best, bits)
+    memory.best.view(np.int32)[0] = best
+
+
+@compiled
 def recall(memory: Memory, layer: int, experts: int) -> None:
     """Write the terms of a layer's experts, given their shares of use in this prompt."""
     passes, present = memory.match.size, memory.present[0]
-    best, most = np.float32(0.0), memory.most[0]
+    most = memory.most[0]
     for i in range(experts):
         share = min(MOST_SHARE, memory.share[i])
         memory.base[i] = share / (1.0 - memory.powers[1] * (1.0 - share))
         memory.recalled[i] = 0.0
-    for slot in range(passes):
-        best = max(best, memory.match[slot])
-    bound = max(best + most * np.float32(log(LEAST) / SHARPNESS), np.float32(0.0))
+    _find_best(memory)
+    bound = max(memory.best[0] + most * np.float32(log(LEAST) / SHARPNESS), np.float32(0.0))
     total = remainder = PRIOR
     for slot in range(passes):
         if memory.match[slot] <= bound:
