@@ -278,7 +278,7 @@ bench: $(READY) native
 TRACES ?= ../shared/traces
 papers: $(READY) native papers-demo
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev,bench]"
-	for script in llru_zipf llru_bounds promoe_predictors promoe_latency; do \
+	for script in llru_zipf llru_bounds promoe_predictors promoe_latency pre_attention; do \
 		$(BIN)/python benchmarks/papers/$$script.py || exit 1; done
 	$(BIN)/python benchmarks/papers/llru_zipf.py --split floor
 	for script in llru_sweep llru_spread expert_reuse eamc_groups eamc_capacity long_context eamc_cover \

@@ -276,6 +276,8 @@ ROWS = (
     Row("papers/gap.py",
         f"{RECORDED} --models olmoe-1b-7b --policies next-use --learned --pin none",
         ("pin none", "olmoe-1b-7b 20/40/60", "mean"), MATPLOTLIB, ("gap-none.md",)),
+    Row("papers/pre_attention.py", PAPER, ("predictor", "accuracy", "saved, of the oracle's"),
+        MATPLOTLIB, ("pre-attention.md",)),
     _paper("saved_stalls", ("recording", "predictor", "accuracy", "saved, of the oracle's"),
            "--models olmoe-1b-7b --limit 40", drawn=False),
     _paper("known_routing", ("recording", "0 tokens", "4 tokens"),
