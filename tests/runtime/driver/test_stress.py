@@ -107,8 +107,10 @@ class Stage:
 
     def run(self) -> None:
         script = self.script
-        if self.play.idle:  # the slots are free now, and soon no more
+        if self.play.idle:
             self._idle()
+        # The slots are free now, and soon no more. A resize ends reads, which then may be none.
+        if self.play.idle and not self.play.resizing:
             counts, end = self.rig.scheduler.counts, time.monotonic() + 20
             while not counts.idle and time.monotonic() < end:
                 time.sleep(0.001)
