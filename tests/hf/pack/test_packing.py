@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Callable
@@ -407,6 +408,23 @@ def test_another_pack_was_begun_there(tmp_path: Path) -> None:
         pack(str(source()), tmp_path / "pack", "int4")
     assert "another unfinished pack: run `greenroom pack" in one_line(error)
     assert "--experts int8`" in one_line(error)
+
+
+def test_a_first_block_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is closed while the error is on its way; so is the file."""
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched:
+        full = lambda _: os.open("/dev/full", os.O_RDWR)  # noqa: E731
+        patched.setattr(workers.ExpertsFile, "_open", full)
+        with pytest.raises(OutputError) as error:
+            pack(str(source()), tmp_path / "pack", "int4")
+    assert "No space left on device" in one_line(error)
+    del error
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    pack(str(source()), tmp_path / "pack", "int4")
+    assert find_checkpoint(tmp_path / "pack").pack is not None
 
 
 def test_a_source_whose_name_has_two_lines(tmp_path: Path) -> None:

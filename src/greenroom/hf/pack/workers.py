@@ -94,9 +94,13 @@ class ExpertsFile:
         self.path = path
         self._direct = True
         self._fd = self._open()
-        with mmap.mmap(-1, BLOCK) as first:
-            first[:] = header.first_block()
-            self.write(first, 0)
+        try:
+            with mmap.mmap(-1, BLOCK) as first:
+                first[:] = header.first_block()
+                self.write(first, 0)
+        except BaseException:
+            os.close(self._fd)
+            raise
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -115,8 +119,9 @@ class ExpertsFile:
         The length, `at` and the memory address must be multiples of 4096.
         Raises OutputError if the file cannot be written, as on a full disk.
         """
-        view, done = memoryview(data), 0  # type: ignore[arg-type]
-        with write_errors(self.path, RESUME_HINT):
+        done = 0
+        # Released after an error too: `data` cannot be closed while a view of it is alive.
+        with memoryview(data) as view, write_errors(self.path, RESUME_HINT):  # type: ignore[arg-type]
             while done < len(view):
                 n = os.pwritev(self._fd, [view[done:]], at + done)
                 n -= n % BLOCK if self._direct else 0
