@@ -31,6 +31,7 @@ from greenroom.core.machine import Machine, Processor, Route, Table
 from greenroom.errors import GreenroomError
 from greenroom.refusals import name_refusals
 from greenroom.trace import load as load_trace
+from greenroom.trace.journal import journal_path
 from tests.hub_server import HubServer, use
 from tests.models import cached_tiny
 from tests.server.rig import Served, draw
@@ -163,7 +164,7 @@ def add_prompts(root: Path) -> None:
 def record(root: Path) -> Any:
     """A recording's arrays; a recording that was broken off is continued."""
     out = root / "work" / "t.trace"
-    if not out.exists():
+    if not out.exists() or journal_path(out).exists():
         command(
             "trace", "record", root / "model", "--prompts", root / "prompts.jsonl", "-o", out,
             *FEW, "--kernels", "eager", "--weights", "--raw",

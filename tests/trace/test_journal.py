@@ -5,6 +5,7 @@ import resource
 import signal
 import tracemalloc
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from greenroom.errors import OutputError, TraceError
 from greenroom.trace import load
 from greenroom.trace.journal import Journal, convert, journal_path
-from greenroom.trace.segments import Header, Segment
+from greenroom.trace.segments import Header, Segment, read_segments
 from tests.trace.strategies import SETTINGS, assert_same, traces
 
 HEADER = Header((4, 3), weights=True, token_ids=True, gate_inputs=0.5, meta={"model": "m"})
@@ -145,6 +146,27 @@ def test_a_damaged_segment_ends_the_trace_before_it(tmp_path):
     raw[ends[2] - 20] ^= 1
     (tmp_path / "j").write_bytes(raw)
     assert load(tmp_path / "j").tokens == 5
+
+
+def test_a_segment_that_can_be_read_only_once(tmp_path, monkeypatch):
+    """A bit of the journal is read wrongly when the trace is written: no trace, and no loss."""
+    path, reads = tmp_path / "t", count()
+    journal = Journal(journal_path(path), HEADER)
+    for each in SEGMENTS:
+        journal.append(each)
+
+    def fewer(*given):
+        segments = [*read_segments(*given)]
+        return segments[: len(segments) - (next(reads) == 1)]
+
+    with monkeypatch.context() as patched:
+        patched.setattr("greenroom.trace.journal.read_segments", fewer)
+        with pytest.raises(TraceError, match="could not be read again"):
+            journal.finish(path)
+    assert [each.name for each in tmp_path.iterdir()] == [journal_path(path).name]
+    journal = Journal(journal_path(path), HEADER)
+    journal.finish(path)
+    assert load(path).tokens == sum(each.tokens for each in SEGMENTS)
 
 
 def test_finishing_holds_one_segment_in_memory(tmp_path):

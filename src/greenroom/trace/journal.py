@@ -217,12 +217,19 @@ def contents(path: Path, header: Header, read: Callable[[], Iterable[Segment]]) 
         "pass_prefill": Tensor.of(np.array([prefill for _, prefill in passes], np.bool_)),
     }
     for name, shape in shapes.items():
-        parts = sampled if name == "sampled" else _parts(read, name)
+        parts = sampled if name == "sampled" else _parts(path, read, name, shape[0])
         tensors[_TITLES.get(name, name)] = Tensor(header.dtype(name), shape, parts)
     meta = header.meta if complete else {**header.meta, "last_request": "cut short"}
     return with_metadata(tensors, labels.values(), meta, header.predictions)
 
 
-def _parts(read: Callable[[], Iterable[Segment]], name: str) -> Iterator[NDArray[Any]]:
+def _parts(
+    path: Path, read: Callable[[], Iterable[Segment]], name: str, rows: int
+) -> Iterator[NDArray[Any]]:
     for segment in read():
         yield segment.arrays[name]
+        rows -= len(segment.arrays[name])
+    if rows:
+        raise TraceError(
+            f"{path}: damaged: segments that could be read at first could not be read again"
+        )
