@@ -20,10 +20,6 @@ UV = str(Path(sys.executable).with_name("uv"))
 RESOLUTION = {"oldest": "lowest-direct", "newest": "highest"}
 EXTRAS = ("gguf", "pictures", "serve", "study")
 TESTS = ("tests/core", "tests/hf", "tests/runtime", "tests/test_private_names.py")
-TOOLS = (
-    "pytest>=8.4", "pytest-randomly>=3.16", "pytest-timeout>=2.4", "pytest-xdist>=3.6",
-    "hypothesis>=6.130", "compressed-tensors>=0.13", "anthropic>=2.0", "openai>=3.0", "ollama>=0.6",
-)  # fmt: skip
 LEFT_OUT = (
     "slow", "bench_smoke", "process", "interpreted", "portable", "browser", "ray", "offline_gpu",
 )  # fmt: skip
@@ -40,11 +36,11 @@ def install(place: Path, which: str, python: str) -> None:
     links = [part for each in os.environ.get("PIP_FIND_LINKS", "").split() for part in ("-f", each)]
     pip = [UV, "pip", "install", "--quiet", "--python", str(place), *links]
     extras = [part for extra in EXTRAS for part in ("--extra", extra)]
-    run(UV, "venv", "--quiet", "--clear", "--python", python, str(place))
+    run(UV, "venv", "--quiet", "--clear", "--seed", "--python", python, str(place))
     run(*pip, "--resolution", RESOLUTION[which], "-r", "pyproject.toml", *extras)
     frozen = place / "installed.txt"  # which the tools may not replace
     frozen.write_text("\n".join(listed(place)))
-    run(*pip, "--constraint", str(frozen), *TOOLS)
+    run(*pip, "--constraint", str(frozen), "-r", "pyproject.toml", "--extra", "dev")
 
 
 def listed(place: Path) -> list[str]:

@@ -128,9 +128,10 @@ def test_mxfp4(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).repeat(255, 1)
     scale = torch.arange(255, dtype=torch.uint8)[:, None].repeat(1, 16)
     blocks = codes.view(1, 255, 16, 16)
-    expected = convert_moe_packed_tensors(blocks, scale[None], dtype=dtype)[0].T
+    # In float32, where every power of two is exact: torch 2.9 raises 2 in float16.
+    expected = convert_moe_packed_tensors(blocks, scale[None], dtype=torch.float32)[0].T
     got = ENCODINGS["mxfp4"].decode([codes, scale], (255, 512), dtype)
-    assert same(got, expected)
+    assert same(got, expected.to(dtype))
 
 
 def e2m1_under_every_e4m3_scale() -> tuple[torch.Tensor, torch.Tensor]:

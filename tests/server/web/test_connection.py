@@ -175,8 +175,9 @@ class TestSmuggling:
         ]
 
     def test_an_upgrade_is_ignored(self, running: Running) -> None:
-        head = GET.replace(b"Connection: close", b"Connection: Upgrade, close\r\nUpgrade: h2c")
-        assert statuses(raw(running, head + b"\r\n")) == [200]
+        """The request is answered in HTTP/1.1, and so is the one after it."""
+        head = GET.replace(b"Connection: close", b"Connection: Upgrade\r\nUpgrade: h2c")
+        assert statuses(raw(running, head + b"\r\n" + GET + b"\r\n")) == [200, 200]
 
     def test_pipelined_requests_are_answered_one_by_one(self, serve: Serve) -> None:
         running = serve(fake_engine("one two three", delay_s=0.002))

@@ -34,7 +34,8 @@ Make = Callable[..., Path]
 def make(folder: Path, method: str, form: str) -> Path:
     if (method, form) == V4:
         return fp8_with_fp4_experts(folder, **SMALL)
-    blocks = {"moe_intermediate_size": 256} if form == "fp8 blocks" else {}
+    # Two blocks each way: compressed-tensors 0.15 takes a column of scales for scales of rows.
+    blocks = {"hidden_size": 256, "moe_intermediate_size": 256} if form == "fp8 blocks" else {}
     return floats(folder, method, form, **{**SMALL, **blocks})
 
 
