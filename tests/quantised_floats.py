@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -84,6 +85,9 @@ def decompress(state: Tensors, form: str) -> Tensor:
     """Dequantise a matrix with compressed-tensors."""
     packer = BaseCompressor.get_value_from_registry(FORMS[form][0])
     weights = QuantizationArgs(type="float", symmetric=True, **FORMS[form][1])
+    if weights.strategy == "block":  # older releases take one column of scales for scales of rows
+        expanded: Tensor = dequantize(state["weight"], state["weight_scale"], args=weights)
+        return expanded
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     weight: Tensor = packer.decompress(dict(state), scheme)["weight"]
     return weight

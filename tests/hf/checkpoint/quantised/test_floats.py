@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -34,8 +35,7 @@ Make = Callable[..., Path]
 def make(folder: Path, method: str, form: str) -> Path:
     if (method, form) == V4:
         return fp8_with_fp4_experts(folder, **SMALL)
-    # Two blocks each way: compressed-tensors 0.15 takes a column of scales for scales of rows.
-    blocks = {"hidden_size": 256, "moe_intermediate_size": 256} if form == "fp8 blocks" else {}
+    blocks = {"moe_intermediate_size": 256} if form == "fp8 blocks" else {}
     return floats(folder, method, form, **{**SMALL, **blocks})
 
 
@@ -57,7 +57,9 @@ def checkpoint(request: Any, made: Make) -> tuple[str, str, Path]:
 
 
 def test_logits_equal_those_of_the_expanded_model(checkpoint: tuple[str, str, Path]) -> None:
-    _, form, folder = checkpoint
+    method, form, folder = checkpoint
+    if method == "compressed-tensors":
+        skip_unless_expanded(form)
     skeleton = ModelSkeleton.of(folder)
     whole = load_reference_model(skeleton)
     encodings = {*skeleton.catalog.layouts[0].encodings.values()}
@@ -78,9 +80,18 @@ def test_matrices_equal_those_of_compressed_tensors(checkpoint: tuple[str, str, 
     names = [name for name, tensor in opened.tensors.items() if tensor.encoding != "plain"]
     assert len(names) >= 30
     for name in names[::5]:
-        theirs = decompress(state_of(stored, name), form_of(form, opened.tensors[name].encoding))
+        matrix_form = form_of(form, opened.tensors[name].encoding)
+        skip_unless_expanded(matrix_form)
+        theirs = decompress(state_of(stored, name), matrix_form)
         mine = opened.read(name, torch.bfloat16)
         assert torch.equal(mine, theirs.bfloat16()), (method, name)
+
+
+def skip_unless_expanded(form: str) -> None:
+    """Skip a form that the installed compressed-tensors cannot expand."""
+    release = version("compressed-tensors")
+    if form == "mxfp4" and release.startswith("0.15."):  # the last for torch 2.9
+        pytest.skip(f"compressed-tensors {release} does not decompress MXFP4")
 
 
 def form_of(form: str, encoding: str) -> str:
