@@ -1,7 +1,7 @@
 """Check what is in a wheel and an sdist: `python release/check_files.py DIST`.
 
 The wheel has all files of the package, its types, the demo model and the compiled kernels, and
-nothing else. The sdist has what a wheel is built from. Both have one version.
+nothing else. The sdist has the files of the repository. Both have one version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEEDED = ("greenroom/py.typed", "greenroom/models/demo/config.json")
 
 
 def tracked(*folders: str) -> set[str]:
-    """Return the files of the repository below these folders."""
+    """Return the files of the repository below these folders, by default all."""
     command = ["git", "-C", str(ROOT), "ls-files", *folders]
     return set(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
 
@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
         wheel = {name for name in archive.namelist() if not name.endswith("/")}
     with tarfile.open(sdists[0]) as archive:
         sdist = {name.partition("/")[2] for name in archive.getnames()}
-    sources = package | demo | tracked("native", "hatch_build.py", "pyproject.toml", "CHANGELOG.md")
+    sources = {name for name in tracked() if not name.startswith(".ci/")}
     problems = [
         *(
             f"{wheels[0].name}: {each}"

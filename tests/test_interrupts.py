@@ -165,6 +165,33 @@ def start(moment: str, folder: Path) -> subprocess.Popen[str]:
     return process
 
 
+UNFINISHED = """
+import signal, sys, time
+from pathlib import Path
+from greenroom.interrupts import undo_on_interrupt
+draft, whole = Path(sys.argv[1]) / "draft", Path(sys.argv[1]) / "whole"
+for path in (draft, whole):
+    path.write_text("")
+with undo_on_interrupt(whole.unlink):
+    pass
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+with undo_on_interrupt(draft.unlink):
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_terminated_process_removes_what_is_unfinished(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", UNFINISHED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert process.wait(50) == -signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_ends_it_with_one_line_and_leaves_nothing(moment: str, tmp_path: Path) -> None:
     process = start(MOMENTS[moment], tmp_path)

@@ -66,16 +66,22 @@ def mark_caught(error: KeyboardInterrupt) -> None:
 
 @contextlib.contextmanager
 def undo_on_interrupt(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` if Ctrl-C ends the process before this context is left.
+    """Call `undo` if Ctrl-C or SIGTERM ends the process before this context is left.
 
     `undo` typically removes unfinished files. It is not called once the context was left, normally
     or by an exception (which may be KeyboardInterrupt).
     """
     _undo.append(undo)
+    main = threading.current_thread() is threading.main_thread()
+    free = main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if free:
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:
         _undo.remove(undo)
+        if free and signal.getsignal(signal.SIGTERM) is _terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
@@ -260,6 +266,13 @@ def write_now(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, text.encode())
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """Undo what is unfinished, and end as SIGTERM does."""
+    _undo_all()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def _undo_all() -> None:

@@ -1,4 +1,4 @@
-"""`greenroom serve MODEL`: an HTTP server with the OpenAI and Anthropic APIs."""
+"""`greenroom serve MODEL`: an HTTP server with the OpenAI, Anthropic and Ollama APIs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from greenroom.server.http.service import Service
 
 FAILED_S = 3.0  # how long a server still answers after its model failed
-HELP = "serve a model over HTTP to clients of the OpenAI and Anthropic APIs"
+HELP = "serve a model over HTTP to clients of the OpenAI, Anthropic and Ollama APIs"
 
 
 def add_to(parser: Parser) -> None:

@@ -115,3 +115,31 @@ def test_a_download_has_a_rate_and_a_remaining_time(clock: list[float]) -> None:
         "downloading: 5 GiB of 16 GiB, 268 MB/s, 44 s left",
         "downloading: 8 GiB of 16 GiB, 1.07 MB/s, 2.2 h left",
     ]
+
+
+GARBAGE = """
+import gc, weakref
+from greenroom.cli.terminal.progress import collect_garbage
+
+class Cache:
+    pass
+
+many = [[] for _ in range(1_000_000)]  # as imported libraries have
+gc.collect()
+gc.disable()
+collect_garbage()
+cache = Cache()
+cache.itself = cache
+gone = weakref.ref(cache)
+gc.collect(1)  # it is old
+del cache
+later = [[] for _ in range(150_000)]  # as some thousand requests make
+print(gone() is None)
+"""
+
+
+def test_old_garbage_does_not_wait_for_as_many_objects_as_libraries_have() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GARBAGE], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True\n"

@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         if not self._common:
             return super().format_help()
         texts = [action.help for action in rare]
-        self.epilog = f"{len(rare)} more options: {self.prog} --help-all"
+        self.epilog = f"{len(rare)} more options: {self.prog} --help-all" if rare else None
         try:
             for action in rare:
                 action.help = argparse.SUPPRESS
