@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -174,3 +176,27 @@ def test_exceptions_that_end_the_process_pass_through() -> None:
     with pytest.raises(RequestFailed, match="KeyError"), contain_errors():
         raise KeyError("x")
     assert isinstance(as_error(MemoryError()), DeviceError)
+
+
+def test_a_failed_request_leaves_no_cache_to_the_collector(served: Any, monkeypatch: Any) -> None:
+    """Frames of its traceback hold the KV cache, so nothing may hold the error in a cycle."""
+    s = served()
+    prepare, caches = s.engine.admission.prepare, list[weakref.ref[Any]]()
+
+    def fail(sequence: Any, running: Any) -> None:
+        prepare(sequence, running)
+        cache = sequence.cache
+        caches.append(weakref.ref(cache))
+        raise RuntimeError(f"with {cache}")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(s.engine.admission, "prepare", fail)
+            assert s.ask(draw(6, 1), 3).end().reason == "error"
+        s.ask(draw(6), 2).end()  # the engine's loop goes on to other requests
+        (cache,) = caches
+        assert cache() is None
+    finally:
+        gc.enable()

@@ -56,8 +56,11 @@ def contain_errors(give_up: Callable[[GreenroomError], object] | None = None) ->
         raise
     except BaseException as error:
         failure = as_error(error)
-        if give_up is None:
-            if failure is error:
-                raise
-            raise failure from error
-        give_up(failure)
+        try:
+            if give_up is None:
+                if failure is error:
+                    raise
+                raise failure from error
+            give_up(failure)
+        finally:
+            del failure  # its traceback has this frame: a cycle would keep the request's KV cache

@@ -370,7 +370,7 @@ class ContinuousEngine:
                 self.passes.remember(sequence)
         self.totals.add(result)
         with self._contain_errors_of(sequence):
-            sequence.listener(result)
+            sequence.send_result(result)
 
     def _fail(self, error: BaseException) -> None:
         """End all requests with an error, because the engine cannot compute any more."""

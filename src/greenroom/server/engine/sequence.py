@@ -17,7 +17,14 @@ from greenroom.hf.pictures.tower import PictureFeatures
 from greenroom.server.engine.prefixes import Ids, as_ids
 from greenroom.server.engine.prompts.segment import Segment
 from greenroom.server.engine.prompts.store import PromptLoad
-from greenroom.server.engine.requests import Finished, Listener, PromptTokens, Request, Token
+from greenroom.server.engine.requests import (
+    Event,
+    Finished,
+    Listener,
+    PromptTokens,
+    Request,
+    Token,
+)
 from greenroom.server.engine.tokens.sampling import Sampler
 from greenroom.server.engine.tokens.scores import PromptScores
 
@@ -164,6 +171,15 @@ class Sequence:
         if self.scores is not None:
             self.scores.clear()
 
+    def send_result(self, result: Finished) -> None:
+        """Send the last event of the answer, and forget the listener.
+
+        A listener may keep the result. Its error has a traceback, whose frames have this sequence
+        with its KV cache: a cycle, which would wait for Python's garbage collector.
+        """
+        listener, self.listener = self.listener, _ignore
+        listener(result)
+
     def result(self, reason: str, error: GreenroomError | None) -> Finished:
         now = time.monotonic()
         return Finished(
@@ -177,3 +193,7 @@ class Sequence:
             hit_ratio=self.hits / self.requests if self.requests else None,
             error=error,
         )
+
+
+def _ignore(event: Event) -> None:
+    """Listen to a sequence that has ended."""

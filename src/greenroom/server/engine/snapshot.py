@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +26,7 @@ class Totals:
 
     `usual_s` is a moving average of the seconds from admission to end, over requests that got at
     least one token. `recent` has the results of the last requests, each with the time of its end on
-    the monotonic clock.
+    the monotonic clock, and without its error, whose traceback would keep the request's KV cache.
     """
 
     reasons: Counter[str] = field(default_factory=Counter)
@@ -41,7 +41,7 @@ class Totals:
         self.prompt_tokens += finished.prompt_tokens
         self.reused_tokens += finished.reused_tokens
         self.new_tokens += finished.new_tokens
-        self.recent.append((time.monotonic(), finished))
+        self.recent.append((time.monotonic(), replace(finished, error=None)))
         if not finished.new_tokens:
             return
         took = finished.duration_s - finished.queued_s
