@@ -138,7 +138,7 @@ def test_every_segment_is_computed_from_its_own_bytes(disk, tier_slots, failing)
     rig.check()
     assert (failed[0] > 0) == (failing > 0)
     if rig.tier is not None:
-        assert rig.tier.hits > 0
+        assert rig.tier.hits > 0 or tier_slots == 1  # with one slot they depend on the threads
         if not failing and rig.tier.holds_all:  # nothing is read twice
             assert rig.store.reads <= sum(len(rig.store.chunks(piece)) for piece in range(2 * N))
     in_time(rig.driver.close)
