@@ -20,7 +20,6 @@ from greenroom.interrupts import undo_on_interrupt
 # The second buffer without a cursor and without line breaks at the right edge, and back.
 ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
 LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
-SIGNALS = signal.SIGTSTP, signal.SIGTERM
 LOCK_S = 0.2  # the longest wait for a thread that writes, which may hang
 
 
@@ -39,11 +38,10 @@ class ScreenMode:
     def enter(self) -> None:
         """Begin a screen; only in the main thread are signals handled."""
         self._undo.enter_context(undo_on_interrupt(self._close))
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                if signal.getsignal(number) is signal.SIG_DFL:
-                    signal.signal(number, self._on_signal)
-                    self._undo.callback(signal.signal, number, signal.SIG_DFL)
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+            signal.signal(signal.SIGTSTP, self._on_stop)
+            self._undo.callback(signal.signal, signal.SIGTSTP, signal.SIG_DFL)
         self._begin()
 
     def leave(self) -> None:
@@ -82,12 +80,12 @@ class ScreenMode:
             if acquired:
                 self._lock.release()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Restore the terminal and do what the signal does by default; then begin again."""
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        """Restore the terminal and stop the process; when it goes on, begin again."""
         self._close()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-        signal.signal(number, self._on_signal)  # the process was stopped, and goes on
+        signal.signal(number, self._on_stop)
         self._begin()
 
 
