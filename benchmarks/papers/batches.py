@@ -18,7 +18,7 @@ from common import MODELS, options, recordings, table
 from greenroom.trace import Trace
 from greenroom.trace.groups import activation_matrices
 
-SIZES = (2, 4, 8, 16)
+SIZES = (2, 4, 8, 16, 64)
 Groups = list[np.ndarray]
 
 

@@ -40,6 +40,7 @@ async function print(stream, text) {
 }
 
 async function main() {
+  console.log(await ollama.version())
   console.log((await ollama.list()).models.map((model) => model.name))
   console.log((await ollama.show({ model: 'demo' })).capabilities)
   console.log((await ollama.chat({ ...common, messages: question })).message.content)
@@ -56,6 +57,7 @@ async function main() {
   ]
   const looped = { ...common, messages: answered, tools: [greet] }
   console.log((await ollama.chat(looped)).message.content)
+  console.log((await ollama.ps()).models.map((model) => model.name))
   const refused = await ollama.pull({ model: 'llama3.2' }).catch((error) => error)
   console.log(`${refused.status_code} ${refused.message}`)
 }

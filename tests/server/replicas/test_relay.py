@@ -13,7 +13,7 @@ import pytest
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.streams import BEAT
 from greenroom.server.page.assets import DATA
-from greenroom.server.replicas.relay import LOST, TRIES, relay
+from greenroom.server.replicas.relay import LOST, TRIES, refused, relay
 from greenroom.server.replicas.responses import joined, last_event, merged_metrics
 from greenroom.server.web.calls import Call
 
@@ -104,6 +104,39 @@ def test_the_last_replica_says_why_it_is_not_available() -> None:
     assert Replicas(*scripts).send() == (503, [b"loading"])
 
 
+PATHS = (CHAT, "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("status", [400, 429, 500, 503])
+def test_a_refusal_after_a_sign_of_life_ends_the_stream_as_its_api_does(
+    path: str, status: int
+) -> None:
+    """A client has the status 200 by then: it reads events, and no body of an error."""
+    response = refused(path, ApiError(status, "its queue is full"))
+    refusals = [[head(str(each), status), bytes(response.body)] for each in range(TRIES - 1)]
+    replicas = Replicas([head(), BEAT, ConnectionError()], *refusals)
+    last = last_event(path, ApiError(status, "its queue is full"), 0)
+    assert replicas.send(path) == (200, [BEAT, last])
+    assert b"its queue is full" in last
+    assert replicas.failed == [[], ["a"], ["a", "0"]]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_after_a_refusal_another_replica_may_answer(path: str) -> None:
+    refusal = [head("b", 429), bytes(refused(path, ApiError(429, "its queue is full")).body)]
+    answer = [head("c"), b"data: 1\n\n"]
+    replicas = Replicas([head(), BEAT, ConnectionError()], refusal, answer)
+    assert replicas.send(path) == (200, [BEAT, b"data: 1\n\n"])
+
+
+def test_a_replica_that_is_lost_after_a_refusal_is_the_reason() -> None:
+    refusal = [head("b", 429), bytes(refused(CHAT, ApiError(429, "its queue is full")).body)]
+    replicas = Replicas([head(), BEAT, ConnectionError()], refusal, [ConnectionError()])
+    status, (_, last) = replicas.send()
+    assert (status, LOST.encode() in last) == (200, True)
+
+
 def test_replicas_that_are_lost_one_after_another() -> None:
     status, parts = Replicas(*[[ConnectionError()]] * TRIES).send("/v1/messages")
     assert status == 502
@@ -117,8 +150,7 @@ def test_other_errors_are_not_hidden() -> None:
 
 def test_the_error_of_each_api() -> None:
     error = ApiError(502, "lost")
-    events = {path: last_event(path, error, 7).decode() for path in
-              (CHAT, "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat")}  # fmt: skip
+    events = {path: last_event(path, error, 7).decode() for path in PATHS}
     details = {"message": "lost", "type": "server_error", "param": None, "code": None}
     for path in (CHAT, "/v1/completions"):
         assert json.loads(events[path].removeprefix("data: ")) == {"error": details}

@@ -7,6 +7,7 @@ async for data in parts: ...
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -33,10 +34,13 @@ async def relay(
 
     A replica is lost if `ask` raises `lost`. Another one is asked unless a part of the answer was
     yielded; then the stream ends with an error in the format of its API. A sign of life is no part
-    of an answer. Frames of the live page have no end of their own: they end where their replica is
-    lost, or `leaves` says that it is to be removed, and the page asks again.
+    of an answer. But after one the status is sent, so that a refusal of the next replica cannot be
+    passed on: another one is asked, or its message ends the stream. Frames of the live page have no
+    end of their own: they end where their replica is lost, or `leaves` says that it is to be
+    removed, and the page asks again.
     """
     failed, sent, begun, events = list[str](), False, False, 0
+    error = lost_error = ApiError(502, LOST, retry_after_s=1)
     while not begun and len(failed) < TRIES:
         name, status, headers = "", 0, Headers()
         try:
@@ -44,7 +48,10 @@ async def relay(
                 async for part in parts:
                     if not status:
                         name, status, headers = part
-                        if status == UNAVAILABLE and (sent or len(failed) + 1 < TRIES):
+                        if sent and status >= 400:
+                            error = await _refusal(status, parts)
+                            break
+                        if status == UNAVAILABLE and len(failed) + 1 < TRIES:
                             break
                         continue
                     if not sent:
@@ -58,9 +65,8 @@ async def relay(
                 else:
                     return
         except lost:
-            pass
+            error = lost_error
         failed.append(name)
-    error = ApiError(502, LOST, retry_after_s=1)
     if sent:
         if call.path != DATA:
             yield last_event(call.path, error, events)
@@ -68,6 +74,12 @@ async def relay(
     response = refused(call.path, error)
     yield response.status_code, response.raw_headers
     yield response.body
+
+
+async def _refusal(status: int, parts: AsyncIterator[Any]) -> ApiError:
+    """Read the error that a replica has answered with, from the parts of its body."""
+    content = json.loads(b"".join([part async for part in parts]))["error"]
+    return ApiError(status, content if isinstance(content, str) else content["message"])
 
 
 def refused(path: str, error: ApiError) -> JSONResponse:
