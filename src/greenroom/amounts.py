@@ -99,14 +99,15 @@ def format_amount(least: int, most: int) -> str:
     """Format an amount of memory between two bounds as an option's value, such as `3.75MiB`.
 
     The bounds `least` and `most` are in bytes. The unit is the largest in which an amount between
-    them has at most three decimal places. A bound that can be written exactly is preferred.
+    them has at most three decimal places. A bound that can be written exactly is preferred,
+    `most` to `least`.
     """
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if least < size:
             continue
         texts = [f"{math.ceil(least * 10**d / size) / 10**d:.{d}f}{unit}" for d in range(4)]
         amounts = {text: Amount.parse(text, "an amount").of(0) for text in texts}
-        for low, high in ((least, least), (most, most), (least, most)):
+        for low, high in ((most, most), (least, least), (least, most)):
             for text, nbytes in amounts.items():
                 if low <= nbytes <= high:
                     return text

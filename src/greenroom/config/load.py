@@ -93,7 +93,7 @@ class LoadConfig(SchedulerConfig):
         " they can be added while the model runs", "N", group=MACHINE, check=at_least(0),
     )  # fmt: skip
     context: int = option(
-        4096, "longest prompt and answer together, in tokens", "N",
+        4096, "longest prompt and answer together, in tokens; at most the model's own limit", "N",
         group=MEMORY, check=at_least(1), shown=True,
     )  # fmt: skip
     kv: str = option(

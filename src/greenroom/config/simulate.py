@@ -53,7 +53,10 @@ class SimulateConfig(SchedulerConfig):
     """Options of `greenroom simulate`."""
 
     policy: str | None = option(
-        None, "eviction policies to compare, as lru,auto", "P[,P...]", shown=True
+        None,
+        "eviction policies to compare, as lru,auto (this or --system is needed)",
+        "P[,P...]",
+        shown=True,
     )
     system: str | None = option(
         None, "published systems (policy, prefetching and more) to compare, in place of --policy:"

@@ -36,6 +36,7 @@ INLINED: dict[str, Any] = {
     "_nrt": False,
 }
 compiled = njit(**INLINED)
+"""Decorator of a policy's functions: compiled by Numba, and callable by compiled code alone."""
 
 NO_ROWS: Rows = np.empty(0, np.int32)
 NO_WEIGHTS: Weights = np.empty(0, np.float32)

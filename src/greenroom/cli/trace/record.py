@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
     print(
         f"expert cache: {stats.expert_requests:,} requests,"
         f" {stats.expert_requests - stats.expert_hits:,} misses ({stats.capacity:,} slots,"
-        f" {stats.policy})",
+        f" {stats.policy}; a request is an expert of a pass, however many tokens use it)",
         file=sys.stderr,
     )
 

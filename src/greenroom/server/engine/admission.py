@@ -57,7 +57,11 @@ class Admission:
     def describe_limits(self, speculation: str) -> str:
         """Describe the limits of requests and speculation, for the start-up line."""
         config, disk = self._config, ""
-        one = "one after another" if self._batch.sequential_reason else "together"
+        requests = f"up to {config.max_batch} requests together"
+        if config.max_batch == 1:
+            requests = "one request at a time"
+        elif self._batch.sequential_reason:
+            requests = f"up to {config.max_batch} requests one after another"
         exact = ", each as if it were alone" if config.batch_invariant else ""
         if (prompts := self.prompts) is not None:
             folder = prompts.folder
@@ -66,8 +70,7 @@ class Admission:
                 f" {show_bytes(folder.nbytes)} of {show_bytes(folder.limit)} in use"
             )
         return (
-            f"up to {config.max_batch} requests {one}{exact}, with"
-            f" {show_bytes(self.limit)} for their keys and values,"
+            f"{requests}{exact}, with {show_bytes(self.limit)} for their keys and values,"
             f" {show_bytes(self.prefixes.limit)} of it for prompt prefixes{speculation}{disk}"
         )
 
