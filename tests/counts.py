@@ -3,6 +3,8 @@
     add("fuzz/gguf inputs", 12_000)
     totals()                          # {"fuzz/gguf inputs": 250_000}
 
+`python -m tests.counts [SUITE ...]` prints a table of each suite, the text before the slash.
+
 The file is build/soak/counts.json; GREENROOM_SOAK_COUNTS names another one. Processes may add at
 the same time.
 """
@@ -12,6 +14,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 DEFAULT = Path(__file__).parents[1] / "build" / "soak" / "counts.json"
@@ -47,3 +51,26 @@ def totals() -> dict[str, int]:
 
 def _path() -> Path:
     return Path(os.environ.get("GREENROOM_SOAK_COUNTS") or DEFAULT)
+
+
+def tables(suites: list[str]) -> Iterator[str]:
+    """Yield the lines of Markdown tables: a row for each name of a suite, a column for each kind.
+
+    All suites that have counts if `suites` is empty.
+    """
+    counts = totals()
+    for suite in suites or sorted({name.partition("/")[0] for name in counts}):
+        own = {name: n for name, n in counts.items() if name.startswith(f"{suite}/")}
+        cells = {name[len(suite) + 1 :].rpartition(" ")[::2]: n for name, n in own.items()}
+        kinds = sorted({kind for _, kind in cells})
+        rows = {name: [cells.get((name, kind), 0) for kind in kinds] for name, _ in sorted(cells)}
+        rows["all"] = [sum(column) for column in zip(*rows.values(), strict=True)]
+        yield from (f"| {suite} | {' | '.join(kinds)} |", f"|---|{'--:|' * len(kinds)}")
+        yield from (
+            f"| {name} | {' | '.join(f'{n:,}' for n in row)} |" for name, row in rows.items()
+        )
+        yield ""
+
+
+if __name__ == "__main__":
+    print("\n".join(tables(sys.argv[1:])))

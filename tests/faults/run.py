@@ -3,7 +3,6 @@
     python -m tests.faults.run                       # all scenarios
     python -m tests.faults.run pack pull --most 40   # some, and at most 40 places of a kind
     python -m tests.faults.run serve --only EIO:17   # one fault
-    python -m tests.faults.run --table               # counts of all runs, by operation
 
 A fault is a kind (tests/faults/shim.py) and the number of the operation that fails. After it the
 result must be right, or there must be one clear error; no thread, descriptor or draft may be left,
@@ -28,7 +27,7 @@ from typing import Any
 
 from greenroom.errors import GreenroomError
 from tests import conftest  # the settings of all tests
-from tests.counts import add_all, totals
+from tests.counts import add_all
 from tests.faults.scenarios import SCENARIOS, Scenario, prepared, reset
 from tests.faults.shim import KINDS, Fault, Kind, armed, numbers, start
 from tests.faults.steps import KIND as STEP
@@ -37,7 +36,6 @@ from tests.faults.steps import failing_step
 SETTLE_S = 5.0
 HANG_S = 120.0
 LONGEST_LINE = 1500
-BY_OPERATION = "a fault:"
 
 
 class Wrong(AssertionError):
@@ -191,20 +189,8 @@ def by_operation(scenario: str, counts: Counter[Any]) -> dict[str, int]:
     summed = Counter[str]()
     for (name, _, operation, right), number in counts.items():
         if name == scenario:
-            summed[f"{BY_OPERATION}{operation} {'right' if right else 'refused'}"] += number
+            summed[f"operations/{operation} {'right' if right else 'refused'}"] += number
     return dict(summed)
-
-
-def print_table() -> None:
-    """Print the counts of all runs by operation."""
-    counts = totals()
-    names = {
-        key.removeprefix(BY_OPERATION).split()[0] for key in counts if key.startswith(BY_OPERATION)
-    }
-    print("| operation | no effect | refused |\n|---|--:|--:|")
-    for name in sorted(names):
-        right, refused = (counts.get(f"{BY_OPERATION}{name} {x}", 0) for x in ("right", "refused"))
-        print(f"| `{name}` | {right:,} | {refused:,} |")
 
 
 def main(argv: list[str]) -> int:
@@ -213,11 +199,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kinds", nargs="+", default=[*KINDS, "step"], choices=[*KINDS, "step"])
     parser.add_argument("--only", help="KIND:NUMBER")
     parser.add_argument("--most", type=int, default=1 << 30, help="places of a kind in a scenario")
-    parser.add_argument("--table", action="store_true", help="print the counts of all runs")
     args = parser.parse_args(argv)
-    if args.table:
-        print_table()
-        return 0
     if "shim" not in os.environ.get("LD_PRELOAD", ""):
         return start("tests.faults.run", *argv).returncode
     only = None
