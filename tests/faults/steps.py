@@ -18,9 +18,10 @@ import pytest
 from greenroom.hf.memory.pressure import PressureWatcher
 from greenroom.runtime.driver.copier import Copier
 from greenroom.runtime.driver.prediction_worker import PredictionWorker
-from greenroom.server.engine.loop import ContinuousEngine
+from greenroom.server.engine.admission import Admission
 from greenroom.server.engine.passes import PassRunner
 from greenroom.server.engine.prompts.store import PromptStore
+from greenroom.server.engine.sequence import Sequence
 from tests.faults.shim import Fault, Kind
 
 KIND = Kind("step", ())
@@ -28,8 +29,8 @@ KIND = Kind("step", ())
 STEPS: tuple[tuple[type, str], ...] = (
     (Copier, "_move_chunk"),
     (PassRunner, "_run"),
-    (ContinuousEngine, "_answer"),
-    (ContinuousEngine, "_prepare"),
+    (Sequence, "answer"),
+    (Admission, "prepare"),
     (PromptStore, "_load"),
     (PromptStore, "_save"),
     (PressureWatcher, "_react"),
