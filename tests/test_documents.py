@@ -192,7 +192,7 @@ def test_counts_of_policies() -> None:
 def test_counts_of_predictors() -> None:
     named = {name: kind for name, kind in PREDICTORS.items() if name != "none"}
     assert counts(r"(\d+) predictors\b") == {len(named)}
-    in_a_run = [n for n, kind in named.items() if "trace" not in kind.needs and n != "pregated"]
+    in_a_run = [n for n, kind in named.items() if "trace" not in kind.needs]
     assert counts(r"predictors, (\d+) of them in a run") == {len(in_a_run)}
     table = (ROOT / "docs" / "prefetch.md").read_text()
     assert not [name for name in in_a_run if f"| `{name}` |" not in table]

@@ -136,9 +136,9 @@ class LoadConfig(SchedulerConfig):
     )  # fmt: skip
     adapter: str | tuple[str, ...] | None = option(
         None, "folder with changed experts of the model (an adapter, as ESFT trains it), which"
-        " replace the model's own; `greenroom serve` takes several, and answers each request by the"
-        " model or the adapter that it names", "[NAME=]DIR", group=MACHINE,
-        check=lambda value, name: parse_adapters(value),
+        " replace the model's own; `greenroom serve` and `greenroom batch` take several, and"
+        " answer each request by the model or the adapter that it names", "[NAME=]DIR",
+        group=MACHINE, check=lambda value, name: parse_adapters(value),
     )  # fmt: skip
     only_experts: str | None = option(
         None, "leave out all experts but those that this file of one task lists, made by `greenroom"

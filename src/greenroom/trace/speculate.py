@@ -46,7 +46,7 @@ def speculate(trace: Trace, seconds: PassSeconds) -> Trace:
     if trace.token_ids is None:
         raise UsageError(
             "--speculate drafts tokens by their ids, which this trace does not have: record one"
-            " with `greenroom trace record`"
+            " with `greenroom trace record --token-ids`"
         )
     speculation, passes, lengths = Speculation(LONGEST + 1), _Passes(), []
     for request in range(trace.requests):

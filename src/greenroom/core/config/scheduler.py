@@ -44,8 +44,8 @@ class SchedulerConfig(
     split: str = option(
         "off", "cache a top part of packed experts and fetch the rest when it is needed. The top's"
         " share of an expert: one as 0.5, numbers (one a layer), or a file of `greenroom trace"
-        " budgets`; auto sets budgets and shares from what earlier runs recorded (MoEpic's"
-        " Algorithm 1)", "off|auto|SHARE|N,N,...|FILE",
+        " budgets`; auto (in runs) sets budgets and shares from what earlier runs recorded"
+        " (MoEpic's Algorithm 1)", "off|auto|SHARE|N,N,...|FILE",
         group=CACHE, check=lambda value, name: split_of(value),
     )  # fmt: skip
 
@@ -57,8 +57,8 @@ class SchedulerConfig(
     )  # fmt: skip
 
     tau: int = option(
-        TAU, "with --split auto or the system moepic, tokens after which the slots are divided"
-        " among the layers anew, while no request is computed; 0: never (default: %(default)s)",
+        TAU, "with --split auto, or in a simulation of moepic, tokens after which the slots are"
+        " divided among the layers anew, while no request is computed; 0: never (default: %(default)s)",
         "TOKENS",
         group=CACHE, check=at_least(0, unit="token"),
     )  # fmt: skip

@@ -24,7 +24,8 @@ class CacheBiasConfig(OptionConfig):
     cache_bias: float = option(
         0.0, "while decoding, let routers prefer experts in the cache: add this share of the range"
         " of a token's scores to theirs. The token's two likeliest experts are always used. This"
-        " changes the output (default: none)", "SHARE", group=INEXACT, check=within(0, 1),
+        " changes the output; a simulation needs a recording of such a run (default: none)",
+        "SHARE", group=INEXACT, check=within(0, 1),
     )  # fmt: skip
 
     def approximation(self) -> Approximation | None:
