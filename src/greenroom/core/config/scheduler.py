@@ -58,7 +58,8 @@ class SchedulerConfig(
 
     tau: int = option(
         TAU, "with --split auto, or in a simulation of moepic, tokens after which the slots are"
-        " divided among the layers anew, while no request is computed; 0: never (default: %(default)s)",
+        " divided among the layers anew, while no request is computed; 0: never (default:"
+        " %(default)s)",
         "TOKENS",
         group=CACHE, check=at_least(0, unit="token"),
     )  # fmt: skip
