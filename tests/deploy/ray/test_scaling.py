@@ -26,7 +26,7 @@ OPTIONS = (
     "--replicas", f"1-{NODES}", "--target", "2", "--upscale-delay", "1", "--downscale-delay", "2",
     "--cache", "50%",
 )  # fmt: skip
-LONG = 400  # tokens; their experts are read for longer than it takes to remove a replica
+LONG = 600  # tokens; their experts are read for longer than it takes to remove a replica
 
 
 def test_from_one_to_three_and_back_under_load(cluster: str, tmp_path: Path) -> None:
@@ -106,6 +106,7 @@ def long_text(running: Deployment, number: int, begun: threading.Event) -> str:
     return "".join(each["text"] for each in choices)
 
 
+@pytest.mark.timeout(480)  # most of it reads that are throttled
 def test_long_streams_outlive_the_removal_of_their_replica(cluster: str, tmp_path: Path) -> None:
     options = (*OPTIONS, "--target", "9", "--cache", "25%", "--read-limit", "20MB")
     numbers, ended = range(2 * NODES), threading.Event()
