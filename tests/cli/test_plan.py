@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from greenroom.cli.tune import candidates
 from greenroom.config import LoadConfig
 from greenroom.core.cost import Link
 from greenroom.core.machine import Machine, Processor, Route, Table, machine_name
-from greenroom.errors import UsageError
+from greenroom.errors import ModelError, UsageError
 from greenroom.hf.load.describe import describe
+from greenroom.hf.measure.harness import Harness
 from greenroom.plan.costs import RunMeasurement
 from greenroom.plan.estimate import Estimate
 from greenroom.plan.history import files
@@ -215,6 +217,30 @@ def test_tune_keeps_a_winner_that_a_run_takes(cli: Run, folder: Path, home: Path
     assert len(known["runs"]) == sum(row["prefetch"] == "off" for row in found["rows"])
     run = cli("run", folder, "hello", "--cache", "50%", "--max-new-tokens", 2, "--kernels", "eager")
     assert "settings measured by tune on" in run.err
+
+
+@pytest.mark.parametrize("policy", ["lru", "next-use"])
+def test_tune_leaves_out_what_cannot_be_attached(
+    cli: Run, folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+):
+    """Without plain LRU there is nothing to compare with; any other setting is left out."""
+    attach = Harness.attach
+
+    def failing(harness: Harness, config: LoadConfig, **options: Any) -> None:
+        if config.policy == policy:
+            raise ModelError("the experts cannot be read")
+        attach(harness, config, **options)
+
+    monkeypatch.setattr(Harness, "attach", failing)
+    ran = cli("tune", folder, "--cache", "50%", "--rounds", 1, "--tokens", 16, "--json",
+              "--kernels", "eager")  # fmt: skip
+    if policy == "lru":
+        assert ran.mistake == "plain LRU could not be measured: the experts cannot be read"
+        return
+    assert ran.code == 0, ran.err
+    assert "next-use, shared, prefetching is left out: the experts cannot be read" in ran.err
+    assert "next-use" not in {row["policy"] for row in ran.json["rows"]}
+    assert "plain LRU" in {row["name"] for row in ran.json["rows"]}
 
 
 def test_tune_behind_a_limit_is_not_left_to_runs(cli: Run, folder: Path, home: Path):

@@ -62,9 +62,7 @@ def main(args: argparse.Namespace) -> None:
         check_early(load)
         harness = run_entries(args, load, how, entries, prompts_of(how), progress)
     measured = [entry for entry in entries if entry.rounds]
-    left_out = [
-        f"{each.name} is left out: {each.skip_reason}" for each in entries if each.skip_reason
-    ]
+    left_out = left_out_of(entries)
     if not measured:
         raise UsageError("; ".join(left_out))
     if args.share:
@@ -77,6 +75,11 @@ def main(args: argparse.Namespace) -> None:
         return
     notes = [f"{row['name']}: {'; '.join(row['notes'])}" for row in rows]
     print("\n".join([table(rows, harness), "", *notes, *left_out]))
+
+
+def left_out_of(entries: list[Entry]) -> list[str]:
+    """Return a line for each benchmark entry that could not be measured, which says why."""
+    return [f"{each.name} is left out: {each.skip_reason}" for each in entries if each.skip_reason]
 
 
 def share(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from greenroom.cli.bench import prompts_of, run_entries, table
+from greenroom.cli.bench import left_out_of, prompts_of, run_entries, table
 from greenroom.cli.early.checks import check_early
 from greenroom.cli.options.fields import add_model, add_options, take
 from greenroom.cli.options.parser import Parser
@@ -79,9 +80,14 @@ def main(args: argparse.Namespace) -> None:
         harness = run_entries(args, load, how, entries, prompts_of(how), progress)
         progress.clear()
     plain = entries[settings.index(PLAIN)]
-    best = winner(entries, plain)
-    where = store_winner(harness, load, model.fingerprint, entries, best, plain)
-    rows = [entry.as_row(plain) for entry in entries]
+    if not plain.rounds:
+        raise UsageError(f"{plain.name} could not be measured: {plain.skip_reason}")
+    measured = [entry for entry in entries if entry.rounds]
+    best = winner(measured, plain)
+    where = store_winner(harness, load, model.fingerprint, measured, best, plain)
+    rows = [entry.as_row(plain) for entry in measured]
+    for line in left_out_of(entries):
+        print(line, file=sys.stderr)
     if args.json:
         print(json.dumps({"winner": best.name, "stored": where and str(where), "rows": rows}))
         return
