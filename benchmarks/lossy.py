@@ -4,7 +4,9 @@
 
 Each option reads the same text, token by token as decoding does, twice: unthrottled for the KL
 divergence from the exact model, perplexity, misses and bytes read; then throttled to --read-limit
-for the time of a token (a median). All have the same memory for experts, --memory of all experts'
+for the time of a token: in --rounds, in which all options take turns. Times are medians; ratios are
+means of groups of GROUP tokens beside the same tokens of the exact model in the same round, with
+the 95 % interval of the groups. All have the same memory for experts, --memory of all experts'
 bytes. Nothing is prefetched, so misses and output do not depend on the machine.
 
 Subsets of experts are chosen by their TCESS scores (`greenroom trace hot --score tcess`) on another
@@ -25,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import machine
+from common import machine, show_ratio
 
 from greenroom.config import LoadConfig, RecordConfig, SamplingConfig, show_bytes
 from greenroom.sim.table import text_table
 
+GROUP = 8  # tokens whose times are one sample
 SETTLE = 8  # tokens after the beginning of a text whose times do not count
 LETTERS = 600  # of a recorded request
 REQUESTS = 40  # recorded
@@ -48,7 +51,13 @@ class Way:
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     model: str = ""  # a pack's name; "" for the model itself
-    measured: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> list[float]:
+        """Seconds of the groups of tokens, of all rounds."""
+        return [sum(each[at : at + GROUP]) for each in self.measured["seconds"]
+                for at in range(0, len(each) - GROUP + 1, GROUP)]  # fmt: skip
 
 
 def ways(shares: list[float]) -> Iterator[Way]:
@@ -84,7 +93,7 @@ def make_models(args: argparse.Namespace, root: Path, every: list[Way]) -> dict[
     from greenroom.trace import load
 
     folders, trace = {"": args.model}, None
-    missing = [each for each in every if not {"kl", "tpot"} <= each.measured.keys()]
+    missing = [each for each in every if not {"kl", "seconds"} <= each.measured.keys()]
     for name in dict.fromkeys(way.model for way in missing if way.model):
         folders[name] = str(root / name)
         if name == COPIES:
@@ -178,7 +187,9 @@ def measure_time(
 
     ids = tokenizer_of(find_model(args.model))(args.text.read_text())["input_ids"]
     tokens = torch.tensor([ids[: args.tokens]]).split(1, dim=1)
-    for way in (each for each in every if "tpot" not in each.measured):
+    missing = [each for each in every if "seconds" not in each.measured]
+    measured = {way.name: list[list[float]]() for way in missing}
+    for number, way in ((number, way) for number in range(args.rounds) for way in missing):
         seconds = []
         config = config_of(way, memory, args.read_limit)
         with streamed_model(folders[way.model], config) as model, torch.inference_mode():
@@ -187,8 +198,11 @@ def measure_time(
                 begin = time.perf_counter()
                 passes(token)
                 seconds.append(time.perf_counter() - begin)
-        way.measured["tpot"] = float(np.median(seconds[SETTLE:]))
-        print(way.name, f"{way.measured['tpot'] * 1e3:.1f} ms", flush=True)
+        measured[way.name].append(seconds[SETTLE:])
+        print(number + 1, way.name, f"{np.median(seconds[SETTLE:]) * 1e3:.1f} ms", flush=True)
+    for way in missing:
+        way.measured["seconds"] = measured[way.name]
+        way.measured["tpot"] = float(np.median(np.concatenate(measured[way.name])))
 
 
 def table(every: list[Way]) -> str:
@@ -196,9 +210,10 @@ def table(every: list[Way]) -> str:
     exact, rows, timed = every[0].measured, [], all("tpot" in way.measured for way in every)
     for way in every:
         each = way.measured
-        times = ()
+        times: tuple[str, ...] = ()
         if timed:
-            times = f"{each['tpot'] * 1e3:.1f}", f"{each['tpot'] / exact['tpot']:.2f}"
+            ratio = show_ratio(list(zip(way.groups, every[0].groups, strict=True)))
+            times = f"{each['tpot'] * 1e3:.1f}", ratio
         rows.append((
             way.name, *times,
             show_bytes(each["read"]), f"{each['read'] / exact['read']:.2f}",
@@ -258,6 +273,7 @@ def main() -> None:
     parser.add_argument("--memory", default="25%")
     parser.add_argument("--read-limit", default="20MB")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=5, help="of times")
     parser.add_argument("--quality-tokens", type=int, default=512)
     parser.add_argument("--keep", default="0.75,0.5")
     parser.add_argument("--part", choices=("both", "quality", "time", "none"), default="both")
