@@ -226,30 +226,35 @@ def table(every: list[Way]) -> str:
 
 
 def draw(every: list[Way], path: Path) -> None:
-    """Draw KL divergence over time per token, or over bytes: a line for each kind of option."""
+    """Draw KL divergence and perplexity over the time of a token, or over bytes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    figure_of = "tpot" if all("tpot" in way.measured for way in every) else "read"
+    what = "time per token" if figure_of == "tpot" else "bytes read per token"
+    exact = every[0].measured
     with pyplot.rc_context({"svg.hashsalt": "greenroom", "font.size": 9}):
-        figure, axes = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
-        figure_of = "tpot" if all("tpot" in way.measured for way in every) else "read"
-        exact = every[0].measured[figure_of]
-        for kind in dict.fromkeys(way.kind for way in every[1:]):
-            points = [(way.measured[figure_of] / exact, way.measured["kl"], way.name)
-                      for way in every if way.kind == kind]  # fmt: skip
-            points.sort(reverse=True)
-            axes.plot(*zip(*(each[:2] for each in points), strict=True), "o-", label=kind,
-                      color=COLORS[kind])  # fmt: skip
-            for x, y, name in points:
-                axes.annotate(name.split()[-1], (x, y), (4, 4), textcoords="offset points",
-                              fontsize=7, color=COLORS[kind])  # fmt: skip
-        axes.axvline(1, color=COLORS["exact"], linestyle=":", linewidth=1)
-        what = "time per token" if figure_of == "tpot" else "bytes read per token"
-        axes.set(xlabel=f"{what}, exact = 1", ylabel="KL divergence from exact, nats",
-                 yscale="log")  # fmt: skip
-        axes.legend(frameon=False)
+        figure, panels = pyplot.subplots(1, 2, figsize=(9.6, 4), layout="constrained")
+        for axes, quality in zip(panels, ("kl", "perplexity"), strict=True):
+            for kind in dict.fromkeys(way.kind for way in every[1:]):
+                points = sorted(
+                    ((way.measured[figure_of] / exact[figure_of], way.measured[quality], way.name)
+                     for way in every if way.kind == kind), reverse=True,
+                )  # fmt: skip
+                axes.plot(*zip(*(each[:2] for each in points), strict=True), "o-", label=kind,
+                          color=COLORS[kind])  # fmt: skip
+                for x, y, name in points:
+                    axes.annotate(name.split()[-1], (x, y), (4, 4), textcoords="offset points",
+                                  fontsize=7, color=COLORS[kind])  # fmt: skip
+            axes.axvline(1, color=COLORS["exact"], linestyle=":", linewidth=1)
+            axes.set(xlabel=f"{what}, exact = 1")
+        panels[0].set(ylabel="KL divergence from exact, nats", yscale="log")
+        panels[1].set(ylabel="perplexity (dotted: exact)")
+        panels[1].axhline(exact["perplexity"], color=COLORS["exact"], linestyle=":", linewidth=1)
+        lines, labels = panels[0].get_legend_handles_labels()
+        figure.legend(lines, labels, loc="outside lower center", ncols=len(lines), frameon=False)
         figure.savefig(path, metadata={"Date": None})
 
 
