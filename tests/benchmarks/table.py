@@ -171,8 +171,8 @@ ROWS = (
         writes=("plan.jsonl", "plan.safetensors")),
     Row("precision.py", "demo --packs same+int4 --folder {out} --rounds 1 --tokens 10 --text {text}"
         " --quality-tokens 24 --read-limit 1GB", ("pack", "misses", "TPOT ms", "inexact")),
-    Row("lossy.py", "demo --text {text} --record {text} --quality-tokens 12 --tokens 24 --rounds 2 --keep 0.5"
-        " --read-limit 1GB --results {out}/rows.json --figure {out}/lossy.svg",
+    Row("lossy.py", "demo --text {text} --record {text} --quality-tokens 12 --tokens 24 --rounds 2"
+        " --keep 0.5 --read-limit 1GB --results {out}/rows.json --figure {out}/lossy.svg",
         ("option", "TPOT ms", "misses a token", "KL", "perplexity"), MATPLOTLIB,
         writes=("rows.json", "lossy.svg")),
     *(Row("versions.py", f"src src {work} --turns 1", ("work", "before / after", "same output"))
