@@ -37,7 +37,6 @@ from greenroom.trace import Trace, load, stream
 DISTANCES = (1, 2, 4, 8)
 RECORDED = ("next-gate", "learned")
 ROUTING = ("popularity", "token", "markov", "eamc", "routing-path")
-BY_TOKEN = ("token", "routing-path")  # they need the ids of tokens
 QUARTERS = 4
 
 
@@ -71,7 +70,7 @@ def by_quarter(trace: Trace, predicted: np.ndarray) -> list[str]:
 def routing_names(trace: Trace) -> Iterator[str]:
     """Names of the predictors from routing alone, with each distance where they have one."""
     for name in ROUTING:
-        if name in BY_TOKEN and trace.token_ids is None:
+        if "token_ids" in PREDICTORS[name].needs and trace.token_ids is None:
             continue
         if PREDICTORS[name].distance is None:
             yield name

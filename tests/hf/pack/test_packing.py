@@ -401,6 +401,29 @@ def test_all_but_its_name_was_done(tmp_path: Path) -> None:
         pack(str(source()), tmp_path / "other", "int4")
 
 
+def test_a_finished_pack_has_no_journal_whatever_a_power_cut_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are certain once their folder is synced: the header's, then the journal's end."""
+    events, unlink, rename, sync = [], os.unlink, os.rename, packing._sync_folder
+
+    def step(name: str, call: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any, **options: Any) -> None:
+            events.append((name, Path(args[0]).name))
+            call(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(os, "unlink", step("remove", unlink))
+    monkeypatch.setattr(os, "rename", step("rename", rename))
+    monkeypatch.setattr(packing, "_sync_folder", step("sync", sync))
+    pack(str(source()), tmp_path / "pack", "int8")
+    assert events[-5:] == [
+        ("sync", "pack.unfinished"), ("remove", "unfinished"), ("sync", "pack.unfinished"),
+        ("rename", "pack.unfinished"), ("sync", tmp_path.name),
+    ]  # fmt: skip
+
+
 def test_another_pack_was_begun_there(tmp_path: Path) -> None:
     with pytest.raises(Stop):
         pack(str(source()), tmp_path / "pack", "int8", progress=stopping(0.5))

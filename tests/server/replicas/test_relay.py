@@ -19,6 +19,7 @@ from greenroom.server.web.calls import Call
 
 HEAD = [(b"content-type", b"text/event-stream")]
 CHAT = "/v1/chat/completions"
+PATHS = (CHAT, "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat")
 
 
 class Replicas:
@@ -102,9 +103,6 @@ def test_a_replica_whose_model_has_failed_passes_requests_on() -> None:
 def test_the_last_replica_says_why_it_is_not_available() -> None:
     scripts = [[head(str(number), 503), b"loading"] for number in range(TRIES)]
     assert Replicas(*scripts).send() == (503, [b"loading"])
-
-
-PATHS = (CHAT, "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat")
 
 
 @pytest.mark.parametrize("path", PATHS)

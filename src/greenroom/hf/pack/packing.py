@@ -247,6 +247,7 @@ class _Job:
                     _sync_folder(work)  # the header's name is certain before the journal goes
                 journal.remove()
         with write_errors(folder):
+            _sync_folder(work)  # nor is a journal ever in a pack that has its own name
             os.rename(work, folder)
             _sync_folder(folder.parent)
         return packed
