@@ -12,6 +12,7 @@ from greenroom.config import (
     LoadConfig,
     SamplingConfig,
     ServeConfig,
+    format_amount,
     options_in,
     show_bytes,
 )
@@ -23,6 +24,12 @@ CHOICES = [
     for option in options_in(kind)
     if option.metadata["choices"]
 ]
+
+
+@pytest.mark.parametrize("given", ["700MiB", "4GiB", "1.5GiB", "96KiB"])
+def test_an_amount_that_can_be_written_is_shown_as_it_was_given(given: str) -> None:
+    most = Amount.parse(given, "--memory").of(0)
+    assert format_amount(most * 9999 // 10000, most) == given
 
 
 @given(st.integers(1, 10**6), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]))

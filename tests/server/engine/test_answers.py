@@ -40,6 +40,10 @@ def test_batched_answers_equal_those_of_transformers(served: Any, model: Any) ->
     assert stats["kv"]["reserved_bytes"] == 0
 
 
+def test_one_request_at_a_time_is_said_so(served: Any) -> None:
+    assert served(max_batch=1).engine.summary.startswith("one request at a time, with ")
+
+
 def test_answers_share_forward_passes(served: Any) -> None:
     s = served(journal=Journal())
     recorders = [s.ask(draw(4, seed), 6) for seed in range(3)]
