@@ -9,7 +9,9 @@ as stored and in two orders shuffled by --seed.
     gap closed = (LRU's misses - the policy's) / (LRU's misses - OPT's)
 
 With `--learned`, a policy that learns for later runs starts with what it has learned from requests
-0, 2, 4, ... in stored order, at the same capacity; the cache is empty. LRU is pinned as the policy
+0, 2, 4, ... in stored order, at the same capacity; the cache is empty. With `--trained`, `next-use`
+also has a network that was trained on these requests, as `greenroom train-policy` does (minutes a
+trace). LRU is pinned as the policy
 is; OPT, the floor of everything, is not. A policy that must know the trace beforehand is left out.
 Cells are means over the request orders.
 """
@@ -20,13 +22,14 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 from common import limit, options, table
 
 from greenroom.core.pieces import Ints
+from greenroom.core.policy import Arrays
 from greenroom.core.stream import Stream
 from greenroom.policies import POLICIES, policy
 from greenroom.sim.replay import replay
@@ -46,10 +49,12 @@ def measure(path: Path, args: argparse.Namespace, gaps: dict[str, dict[Cell, lis
         trace = half_of(recording, args.half, seed)
         requests = stream(trace.head(limit(args)), "natural")
         earlier = stream(half_of(recording, "tuning"), "natural") if args.learned else None
+        trained = trained_network(args.traces, path.stem) if args.trained else {}
         for share in SHARES:
             misses = partial(
-                _misses, requests, earlier, recording.offsets, args.seed, experts * share // 100
-            )
+                _misses, requests, earlier, trained, recording.offsets, args.seed,
+                experts * share // 100,
+            )  # fmt: skip
             floor = misses("opt", "none")
             for pin in args.pin:
                 lru = misses("lru", pin)
@@ -63,6 +68,7 @@ def measure(path: Path, args: argparse.Namespace, gaps: dict[str, dict[Cell, lis
 def _misses(
     requests: Stream,
     earlier: Stream | None,
+    trained: Arrays,
     offsets: Ints,
     seed: int,
     capacity: int,
@@ -72,7 +78,26 @@ def _misses(
     chosen, learned = policy(name), None
     if earlier is not None and chosen.learning is not None:
         learned = replay(earlier, offsets, capacity, chosen, pin=pin, seed=seed, learned={}).learned
+        if learned is not None and name.partition(":")[0] == "next-use":
+            learned = {**learned, **trained}
     return replay(requests, offsets, capacity, chosen, pin=pin, seed=seed, learned=learned).misses
+
+
+@cache
+def trained_network(traces: Path, model: str) -> Arrays:
+    """Return the network of `next-use`, trained on a trace's tuning requests."""
+    from greenroom.config import TrainPolicyConfig
+    from greenroom.policies.helpers.next_use_network import PREFIX
+    from greenroom.runtime.recording.policy_training import train_policy
+
+    recording = load(traces / f"{model}.npz")
+    requests = stream(half_of(recording, "tuning"), "natural")
+    config = TrainPolicyConfig()
+    arrays = train_policy(
+        requests, recording.offsets, config,
+        lambda done: print(f"{model}: {done} of {config.epochs} epochs", file=sys.stderr),
+    )  # fmt: skip
+    return {name: array for name, array in arrays.items() if name.startswith(PREFIX)}
 
 
 def rows_of(
@@ -116,7 +141,12 @@ if __name__ == "__main__":
     parser.add_argument("--half", choices=("report", "tuning"), default="report")
     parser.add_argument("--learned", action="store_true", help="start with learned state")
     parser.add_argument(
+        "--trained", action="store_true", help="start with learned state and a trained network"
+    )
+    parser.add_argument(
         "--orders", type=int, choices=(1, 2, 3), default=3, help="of requests (1 with --quick)"
     )
     parser.add_argument("--json", type=Path, help="where to write every figure")
-    main(parser.parse_args())
+    args = parser.parse_args()
+    args.learned |= args.trained
+    main(args)

@@ -27,6 +27,7 @@ COMMANDS = {
     for name in (
         "run", "chat", "serve", "batch", "pull", "list", "rm", "doctor", "plan", "tune", "bench",
         "verify", "pack", "models", "simulate", "trace", "view", "train-predictor",
+        "train-policy",
     )
 } | {"trace": "trace.group"}  # fmt: skip
 

@@ -12,7 +12,6 @@ from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json, add_out, check_target
 from greenroom.cli.terminal.progress import model_progress
 from greenroom.config import LoadConfig, TrainConfig
-from greenroom.errors import UsageError
 
 HELP = "train a predictor of a model's experts from recorded routing, for --prefetch learned"
 
@@ -35,22 +34,15 @@ def main(args: argparse.Namespace) -> None:
     with model_progress(args.model) as progress:
         import torch
 
+        from greenroom.cli.trace.of_model import load_trace_of
         from greenroom.hf.checkpoint.fingerprint import fingerprint
         from greenroom.hf.checkpoint.resolve import find_checkpoint
         from greenroom.plan.history.files import save_predictor
         from greenroom.runtime.recording.training import result_metadata, train
-        from greenroom.trace import load
 
-        trace = load(args.trace)
         digest = fingerprint(find_checkpoint(args.model, args.config))
-        recorded = trace.meta.get("fingerprint")
-        if recorded != digest:
-            none = recorded is None
-            other = "does not name its model" if none else "is of another model"
-            raise UsageError(
-                f"{args.trace}: the trace {other}: make one with `greenroom trace record"
-                f" {args.model} --gate-inputs 1`"
-            )
+        command = f"greenroom trace record {args.model} --gate-inputs 1"
+        trace = load_trace_of(args.trace, digest, command)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         trained = train(
             trace, config, device, lambda done: progress.say("training layers", done, trace.layers)

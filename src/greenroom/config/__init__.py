@@ -12,7 +12,13 @@ from greenroom.config.serve import (
     bounded_temperature,
 )
 from greenroom.config.simulate import ORDERS, PINS, BudgetsConfig, SimulateConfig
-from greenroom.config.study import BenchmarkConfig, RecordConfig, TrainConfig, ViewConfig
+from greenroom.config.study import (
+    BenchmarkConfig,
+    RecordConfig,
+    TrainConfig,
+    TrainPolicyConfig,
+    ViewConfig,
+)
 from greenroom.config.synth import SynthConfig, TopicsConfig, ZipfConfig
 from greenroom.config.values import parse_device
 from greenroom.core.config.scheduler import SchedulerConfig
@@ -43,6 +49,7 @@ __all__ = [
     "SynthConfig",
     "TopicsConfig",
     "TrainConfig",
+    "TrainPolicyConfig",
     "ViewConfig",
     "ZipfConfig",
     "bounded_temperature",

@@ -105,6 +105,28 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainPolicyConfig:
+    """Options of training the eviction policy `next-use`."""
+
+    epochs: int = option(12, "how often training goes over all its passes", "N", check=at_least(1))
+    held_out: float = option(
+        0.1,
+        "share of the requests that are not trained on, but measure the gain",
+        "SHARE",
+        check=above(0, 1),
+    )
+    seed: int = option(
+        0,
+        "seed of the random numbers: which requests are held out, and the training",
+        "N",
+        check=at_least(0),
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True)
 class BenchmarkConfig:
     """Options of benchmarks, which compare settings of the expert cache in rounds."""
 

@@ -28,6 +28,7 @@ NEEDED: dict[tuple[str, ...], list[str]] = {
     ("pack",): ["--out", "{}/pack", "--experts", "int8"],
     ("trace", "record"): ["--out", "{}/trace", "--prompts", "{}/prompts.txt"],
     ("train-predictor",): ["--out", "{}/predictor", "--trace", "{}/zipf.trace"],
+    ("train-policy",): ["--trace", "{}/zipf.trace"],
 }
 QUALITY = ["--quality", "{}/prompts.txt", "--against", "{}/model.gguf", "--kv", "int4"]
 

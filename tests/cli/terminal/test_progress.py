@@ -72,6 +72,7 @@ COMMANDS = [
         ["trace", "synth", "zipf", "-o", "y"],
         ["simulate", "x", "--policy", "lru", "--capacity", "1"],
         ["train-predictor", "demo", "--trace", "x", "-o", "y"],
+        ["train-policy", "demo", "--trace", "x"],
     ]  # fmt: skip
 # One process for all: a module that is None is missing again for the next command.
 WITHOUT_LIBRARIES = f"""

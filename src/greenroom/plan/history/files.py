@@ -33,7 +33,7 @@ from greenroom.trace import container
 from greenroom.trace.container import Tensor, atomic_file
 
 SWITCH = "GREENROOM_LEARNED"
-LIMIT = 64 << 20  # bytes of arrays in a file of routing
+LIMIT = 96 << 20  # bytes of arrays in a file of routing
 RECORDS, RECORDS_VERSION = "greenroom-kept", 1
 _OVERHEAD = 1 << 20  # most bytes of a header
 _STALE_S = 3600.0  # age at which a draft is abandoned: its process died

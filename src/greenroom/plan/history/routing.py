@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,11 @@ class RoutingHistory:
     def of_counts(cls, requests: NDArray[Any]) -> RoutingHistory:
         """Make a routing history from the number of requests for each expert, [experts]."""
         return cls(np.empty(0, np.int64), requests.astype(np.float64))
+
+    def with_policy(self, name: str, learned: Arrays) -> RoutingHistory:
+        """Copy a routing history, with what an eviction policy has learned on one device."""
+        state = {f"0/{array_name}": array for array_name, array in learned.items()}
+        return replace(self, states={**self.states, f"policy {name}": state})
 
     @classmethod
     def from_arrays(cls, arrays: Arrays) -> RoutingHistory:

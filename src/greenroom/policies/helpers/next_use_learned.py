@@ -12,19 +12,20 @@ from typing import Any
 import numpy as np
 
 from greenroom.core.policy import Arrays
-from greenroom.policies.helpers import next_use_memory
+from greenroom.policies.helpers import next_use_memory, next_use_network
 from greenroom.policies.helpers.learned import array_of
 
 MOST_LINKS = 48 << 20  # bytes; larger links are not stored (60 layers of 256 experts are smaller)
 
 
 def export(state: Any) -> Arrays:
-    """Export what NEXT-USE has learned: shares, weights, links, last estimates, last passes."""
+    """Export what NEXT-USE has learned: shares, weights, links, estimates, passes, network."""
     names = ["layer_steps", "long", "mean", "weights", "value"]
     if state.links.nbytes <= MOST_LINKS:
         names.append("links")
     arrays = {name: getattr(state, name).copy() for name in names}
-    return {**arrays, "passes": next_use_memory.export(state.memory)}
+    network = next_use_network.export(state.network)
+    return {**arrays, "passes": next_use_memory.export(state.memory), **network}
 
 
 def restore(state: Any, arrays: Arrays) -> None:
@@ -45,6 +46,7 @@ def restore(state: Any, arrays: Arrays) -> None:
     sets = state.memory.sets
     passes = array_of(arrays, "passes", (None, *sets.shape[:2]), np.uint64)
     next_use_memory.check(state.memory, passes, np.diff(state.begin))
+    network = next_use_network.check(state.network, arrays)
     if "links" in arrays:
         checked["links"] = array_of(arrays, "links", state.links.shape, np.float32)
     if (checked["mean"][checked["layer_steps"] > 0] == 0).any():
@@ -55,6 +57,8 @@ def restore(state: Any, arrays: Arrays) -> None:
     for name, array in checked.items():
         getattr(state, name)[...] = array
     next_use_memory.restore(state.memory, passes)
+    next_use_network.restore(state.network, network)
+    state.corrected[...] = state.value
     resident = state.key < np.inf
     state.key[resident] = state.value[resident]
     state.floor[:] = state.key.min(axis=1)
