@@ -46,9 +46,9 @@ def main(args: argparse.Namespace) -> None:
         from greenroom.runtime.recording.policy_training import train_policy
         from greenroom.trace import stream
 
+        digest = fingerprint(find_checkpoint(args.model, args.config))
         if not files.is_enabled():
             raise UsageError("GREENROOM_LEARNED is off, so later runs would not read the result")
-        digest = fingerprint(find_checkpoint(args.model, args.config))
         trace = load_trace_of(args.trace, digest, f"greenroom trace record {args.model}")
         training, test = _split(trace, config)
         learned = train_policy(

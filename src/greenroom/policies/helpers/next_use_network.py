@@ -5,9 +5,9 @@ trained, with the optimal values as targets, on many requests of the model
 (`runtime/recording/policy_training.py`). At each step of a layer it adds to the sum from which an
 expert's value is computed
 
-    output . relu(hidden) + constant + linear . features + units . s(weights . features + offsets)
+    output . relu(hidden) + constant + linear . features + units . softsign(weights . features + offsets)
 
-where s(x) = x / sqrt(1 + x^2). The features of an expert are that sum and NEXT-USE's four terms.
+where softsign(x) = x / (1 + |x|). The features of an expert are that sum and NEXT-USE's four terms.
 The *hidden* vector of a step adds up vectors of experts, whose mean counts:
 
   - those that this pass used in all layers so far, and once more those of this layer;
@@ -33,11 +33,12 @@ from greenroom.policies.helpers.learned import array_of
 
 HIDDEN = 128
 FEATURES = 5  # the sum, and NEXT-USE's terms
-UNITS = 16  # of each layer's small network over an expert's features
+UNITS = 8  # of each layer's small network over an expert's features
 PREFIX = "network."  # of the names of stored arrays
 SO_FAR, OWN, BEFORE = range(3)
 RESET, UPDATE, NEW = range(3)
 ONE = np.float32(1.0)
+EDGE = 1e-6  # values nearer to 0 or 1 count as this
 MOST = 1e4  # magnitude of trained weights; with these no sum overflows
 
 
@@ -184,7 +185,7 @@ def _end_pass(network: Network) -> None:
 @compiled
 def score_of(value: float) -> float:
     """Return the sum of terms from which NEXT-USE has computed a value."""
-    centred = 2.0 * value - 1.0
+    centred = 2.0 * min(max(value, EDGE), 1.0 - EDGE) - 1.0
     score: float = 2.0 * np.divide(centred, sqrt(1.0 - centred * centred))
     return score
 
@@ -218,7 +219,7 @@ def correct(network: Network, layer: int, experts: int, values: Floats, features
                 weights[1, unit] * features[0, i] + weights[2, unit] * features[1, i]
                 + weights[3, unit] * features[2, i] + weights[4, unit] * features[3, i]
             )  # fmt: skip
-            network.sums[i] += factor * np.float32(x / sqrt(ONE + x * x))
+            network.sums[i] += factor * (x / (ONE + abs(x)))
 
 
 def export(network: Network) -> Arrays:

@@ -123,7 +123,7 @@ def _learn(cache: CacheState, state: Any, stream: Stream, first: int, features: 
             on_request(cache, state, now)
         on_step(cache, state, stream.pieces[a:b], stream.rows[a:b], stream.weights[a:b], now)
         if s >= first:
-            for i in range(state.value.shape[1]):
+            for i in range(state.begin[layer + 1] - state.begin[layer]):
                 features[s - first, 0, i] = net.score_of(state.value[layer, i])
                 for k in range(net.FEATURES - 1):
                     features[s - first, 1 + k, i] = state.features[k, layer, i]
@@ -183,7 +183,7 @@ class _Network(nn.Module):
         sums = sums.view(layers, batch, passes, experts).permute(1, 2, 0, 3)
         units = torch.einsum("btlfe,lfu->btleu", features, self.feature_weights)
         units = units + self.feature_offsets[:, None]
-        units = torch.einsum("btleu,lu->btle", units * torch.rsqrt(1 + units**2), self.units)
+        units = torch.einsum("btleu,lu->btle", nn.functional.softsign(units), self.units)
         linear = torch.einsum("btlfe,lf->btle", features, self.linear)
         return features[:, :, :, 0] + linear + units + sums
 
