@@ -6,7 +6,8 @@ A recording is simulated event by event. The scheduler is called from Python wit
 gets in a run: a step's routing, chunks that have landed, groups that are computed. Its calls are
 timed by their thread's clock, less what the clock itself takes. A miss takes as many calls as its
 expert has chunks (`--chunks`), of which each is a read from disk. Each repetition gives one figure
-for every policy; the ratio is that of its figures to those of the first policy.
+for every policy; the ratio is that of its figures to those of the first policy. `next-use+network`
+also computes a network like those of `greenroom train-policy`, with random weights and no effect.
 """
 
 from __future__ import annotations
@@ -14,22 +15,28 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 from common import commit, machine, show_ratio, table
 
 from greenroom.amounts import Amount
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import Action, Event
+from greenroom.core.policy import Policy, PolicySetup
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.policies import policy
+from greenroom.policies.helpers.next_use_network import TRAINED
+from greenroom.policies.helpers.next_use_state import NextUseState, build_state
 from greenroom.runtime.store.disk import CHUNK_BYTES
 from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.trace import Trace, load, stream
 
 SPEEDS = Costs((Link(3e9, 1e-4),), Work.constant(1e-4), Work.constant(1e-4))
 on = Scheduler.on
+POLICIES = ["lru", "next-use:memory=2", "next-use", "next-use+network"]
 
 
 class Clock:
@@ -55,12 +62,32 @@ def clock_s() -> float:
     return statistics.median(taken)
 
 
+def chosen(name: str) -> Policy:
+    """The policy of a name; `+network` gives `next-use` a network."""
+    name, _, network = name.partition("+")
+    found = policy(name)
+    return replace(found, build_state=_with_network) if network else found
+
+
+def _with_network(setup: PolicySetup) -> NextUseState:
+    """A state of `next-use` with random weights whose output does not count."""
+    state, random = build_state(setup), np.random.default_rng(0)
+    for name in TRAINED:
+        array = getattr(state.network, name)
+        array[...] = 0.1 * random.standard_normal(array.shape)
+    for array in (state.network.output, state.network.units, state.network.linear):
+        array *= 1e-6
+    state.network.constant[:] = 0
+    state.network.trained[:] = 1
+    return state
+
+
 def measure(trace: Trace, tokens: int, slots: int, name: str, chunks: int) -> tuple[float, float]:
     """(seconds of a step, misses of a step)."""
     steps, clock = stream(trace, "runtime", tokens), Clock()
     with patch.object(Scheduler, "on", lambda *args: clock.on(*args)):
         run = simulate_events(
-            trace.head(tokens), steps, slots, policy(name), SPEEDS, chunks * CHUNK_BYTES, "off",
+            trace.head(tokens), steps, slots, chosen(name), SPEEDS, chunks * CHUNK_BYTES, "off",
             EventOptions(),
         )  # fmt: skip
     count = run.counts.steps
@@ -71,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path)
     parser.add_argument("--capacity", nargs="+", default=["20%", "60%"])
-    parser.add_argument("--policies", nargs="+", default=["lru", "next-use:memory=2", "next-use"])
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--chunks", type=int, default=1, help="of an expert")
     parser.add_argument("--repeat", type=int, default=5)

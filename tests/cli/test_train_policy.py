@@ -39,8 +39,9 @@ def recorded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("policy")
     prompts = where / "prompts.txt"
     prompts.write_text("\n".join(f"Act {n} of {n * n}" for n in range(16)))
-    command = ("trace", "record", folder, "--prompts", prompts, "-o", where / "t", "--cache",
-               "100%", "--max-new-tokens", 40, "--kernels", "eager", "--temperature", 1)  # fmt: skip
+    command = ("trace", "record", folder, "--prompts", prompts, "-o", where / "t",
+               "--cache", "100%", "--max-new-tokens", 40, "--temperature", 1, "--kernels",
+               "eager")  # fmt: skip
     assert main([str(word) for word in command]) == 0
     return where / "t"
 

@@ -23,6 +23,10 @@ the value of an expert should have been 1 if the expert is used now, and discoun
 otherwise. Every weight moves along that error. So a horizon of many tokens is learned one step at a
 time, and the future is not needed.
 
+`greenroom train-policy` trains a network on earlier requests (helpers/next_use_network.py). Where
+there is one, it corrects the values by which victims are chosen; what is learned at run time does
+not depend on it.
+
 The victim has the smallest value * exp(-distance * d / layers), where d is the number of layers
 until its layer is computed again. Of two experts with equal values, the one whose layer was just
 computed is evicted first. The experts of the current step are evicted last, and of equal experts

@@ -88,8 +88,8 @@ def test_a_run_computes_what_was_trained() -> None:
     network.eval()
     chunks = policy_training._chunks(requests.request[::LAYERS])
     assert chunks == [(0, 15), (15, 30), (30, 45), (45, 60)]
-    ((used, features, _, there),) = policy_training._batches(steps, chunks, TOP_K)
-    assert there.all()
+    ((used, features, _, mask),) = policy_training._batches(steps, chunks, TOP_K)
+    assert mask.all()
     with torch.inference_mode():
         half = 0.5 * network(used, features).double()
     expected = (0.5 + 0.5 * half / (1 + half**2).sqrt()).reshape(-1, max(EXPERTS)).numpy()

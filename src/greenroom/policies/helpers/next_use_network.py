@@ -5,7 +5,8 @@ trained, with the optimal values as targets, on many requests of the model
 (`runtime/recording/policy_training.py`). At each step of a layer it adds to the sum from which an
 expert's value is computed
 
-    output . relu(hidden) + constant + linear . features + units . softsign(weights . features + offsets)
+    output . relu(hidden) + constant + linear . features
+    + units . softsign(weights . features + offsets)
 
 where softsign(x) = x / (1 + |x|). The features of an expert are that sum and NEXT-USE's four terms.
 The *hidden* vector of a step adds up vectors of experts, whose mean counts:
@@ -35,7 +36,7 @@ HIDDEN = 128
 FEATURES = 5  # the sum, and NEXT-USE's terms
 UNITS = 8  # of each layer's small network over an expert's features
 PREFIX = "network."  # of the names of stored arrays
-SO_FAR, OWN, BEFORE = range(3)
+SO_FAR, STEP, BEFORE = range(3)
 RESET, UPDATE, NEW = range(3)
 ONE = np.float32(1.0)
 EDGE = 1e-6  # values nearer to 0 or 1 count as this
@@ -140,7 +141,7 @@ def observe(network: Network, layer: int, pieces: Ids, begin: int) -> None:
         expert = pieces[j] - begin
         network.sets[layer, j] = expert
         _add(network, layer, expert, SO_FAR, pieces.size, network.so_far)
-        _add(network, layer, expert, OWN, pieces.size, network.hidden)
+        _add(network, layer, expert, STEP, pieces.size, network.hidden)
     network.set_sizes[layer] = pieces.size
     for h in range(HIDDEN):
         network.hidden[h] = max(network.hidden[h] + network.so_far[h], np.float32(0.0))
@@ -173,11 +174,11 @@ def _end_pass(network: Network) -> None:
             network.gates[1, gate, h] = network.gates_past_offset[gate, h]
         _multiply(network.so_far, network.gates_input[gate], network.gates[0, gate])
         _multiply(network.past, network.gates_past[gate], network.gates[1, gate])
-    read, kept = network.gates[0], network.gates[1]
+    by_input, by_past = network.gates[0], network.gates[1]
     for h in range(HIDDEN):
-        reset = 1.0 / (1.0 + exp(-(read[RESET, h] + kept[RESET, h])))
-        update = 1.0 / (1.0 + exp(-(read[UPDATE, h] + kept[UPDATE, h])))
-        new = tanh(read[NEW, h] + reset * kept[NEW, h])
+        reset = 1.0 / (1.0 + exp(-(by_input[RESET, h] + by_past[RESET, h])))
+        update = 1.0 / (1.0 + exp(-(by_input[UPDATE, h] + by_past[UPDATE, h])))
+        new = tanh(by_input[NEW, h] + reset * by_past[NEW, h])
         network.past[h] = (1.0 - update) * new + update * network.past[h]
         network.so_far[h] = np.float32(0.0)
 

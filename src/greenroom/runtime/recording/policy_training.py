@@ -174,7 +174,7 @@ class _Network(nn.Module):
         past = self.drop(_later(past).reshape(1, batch * passes, -1)).expand(layers, -1, -1)
         hidden = (
             so_far
-            + torch.bmm(_by_layer(used), self.vectors[:, :, net.OWN])
+            + torch.bmm(_by_layer(used), self.vectors[:, :, net.STEP])
             + torch.bmm(_by_layer(_later(used)), self.vectors[:, :, net.BEFORE])
             + torch.bmm(past, self.recurrent)
             + self.offset[:, None]
@@ -217,27 +217,27 @@ def _later(values: Tensor) -> Tensor:
 def _batches(
     steps: _Steps, chunks: list[tuple[int, int]], scale: float
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield used experts, features, targets, and which passes there are, of some chunks each."""
+    """Yield used experts, features, targets, and a mask of passes, of some chunks each."""
     number = max(1, min(BATCH, MOST_CELLS // (CHUNK * steps.used[0].size)))
     for at in range(0, len(chunks), number):
         some = chunks[at : at + number]
         length = max(end - begin for begin, end in some)
         sources: list[NDArray[Any]] = [steps.used, steps.features, steps.targets]
         arrays = [np.zeros((len(some), length, *each.shape[1:]), np.float32) for each in sources]
-        there = np.zeros((len(some), length), bool)
+        mask = np.zeros((len(some), length), bool)
         for row, (begin, end) in enumerate(some):
             for array, each in zip(arrays, sources, strict=True):
                 array[row, : end - begin] = each[begin:end]
-            there[row, : end - begin] = True
+            mask[row, : end - begin] = True
         arrays[0] *= scale
-        yield tuple(torch.from_numpy(each) for each in (*arrays, there))
+        yield tuple(torch.from_numpy(each) for each in (*arrays, mask))
 
 
-def _loss(sums: Tensor, targets: Tensor, there: Tensor) -> Tensor:
+def _loss(sums: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     """Compute the mean cross entropy of the values that sums give, and their targets."""
-    half = 0.5 * sums[there]
+    half = 0.5 * sums[mask]
     values = (0.5 + 0.5 * half * torch.rsqrt(1 + half**2)).clamp(1e-4, 1 - 1e-4)
-    return nn.functional.binary_cross_entropy(values, targets[there])
+    return nn.functional.binary_cross_entropy(values, targets[mask])
 
 
 def _fit(
@@ -257,8 +257,8 @@ def _fit(
     network.train()
     for epoch in range(config.epochs):
         random.shuffle(order)
-        for used, features, targets, there in _batches(steps, order, network.scale):
-            loss = _loss(network(used, features), targets, there)
+        for used, features, targets, mask in _batches(steps, order, network.scale):
+            loss = _loss(network(used, features), targets, mask)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
