@@ -8,8 +8,9 @@ import pytest
 from greenroom.core.cache.cache import Cache
 from greenroom.core.cache.learned import export_learned, restore_learned
 from greenroom.core.pieces import Pieces
+from greenroom.core.policy import Arrays
 from greenroom.policies import POLICIES, policy
-from greenroom.policies.helpers import next_use_learned
+from greenroom.policies.helpers import next_use_learned, next_use_network
 from greenroom.sim.replay import replay
 from tests.policies.reference import Step
 from tests.policies.streams import LAYERS, OFFSETS, as_stream, tokens
@@ -264,3 +265,55 @@ def test_empty_eams_are_left_out():
 def test_a_replay_with_resets_has_no_learned_state():
     with pytest.raises(ValueError, match="`reset` and `learned` exclude each other"):
         replay(as_stream(STEPS), OFFSETS, 4, policy("next-use"), reset=True, learned={})
+
+
+def with_network(cache: Cache) -> Arrays:
+    """What a cache's policy has learned, with a network of random weights."""
+    random = np.random.default_rng(7)
+    shapes = next_use_network.shapes(LAYERS, max(np.diff(OFFSETS)))
+    learned = dict(export_learned(cache))
+    for name, shape in shapes.items():
+        learned[f"0/network.{name}"] = random.standard_normal(shape).astype(np.float32)
+    return learned
+
+
+def test_a_network_comes_back_and_chooses_other_victims():
+    before, plain, trained = (caches("next-use") for _ in range(3))
+    serve(before, STEPS)
+    restore_learned(plain, export_learned(before))
+    learned = with_network(before)
+    restore_learned(trained, learned)
+    later = tokens(seed=6, count=60)
+    assert serve(plain, later) != serve(trained, later)
+    again = export_learned(trained)
+    assert again.keys() == learned.keys()
+    for name, array in learned.items():
+        if "network" in name:
+            np.testing.assert_array_equal(again[name], array, strict=True)
+        elif name != "0/version":  # the network changes nothing of what is learned online
+            np.testing.assert_array_equal(again[name], export_learned(plain)[name], strict=True)
+    restore_learned(trained, export_learned(plain))  # without a network
+    assert not any("network" in name for name in export_learned(trained))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("output", np.zeros((1, 2, 3), np.float32), "network.output is float32"),
+        ("units", None, "network.units is missing"),
+        ("linear", np.full((LAYERS, 5), np.nan, np.float32), "network.linear has a value"),
+        ("linear", np.full((LAYERS, 5), 2e4, np.float32), "network.linear has a value"),
+    ],
+)
+def test_a_wrong_network_changes_nothing(name, value, words):
+    before, after = caches("next-use"), caches("next-use")
+    serve(before, STEPS)
+    learned = dict(with_network(before))
+    if value is None:
+        del learned[f"0/network.{name}"]
+    else:
+        learned[f"0/network.{name}"] = value
+    with pytest.raises(ValueError, match=words):
+        restore_learned(after, learned)
+    assert not after.policy_states[0].network.trained[0]
+    assert not after.policy_states[0].layer_steps.any()
