@@ -296,8 +296,9 @@ papers: $(READY) native papers-demo
 	$(BIN)/python benchmarks/similarity.py $(DEMO_DATA)/demo.trace
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies "next-use;llru"
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies next-use --learned --pin none \
-	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies next-use --trained --pin none \
 		--out bench-data/papers/learned
+	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies next-use --trained --pin none \
+		--out bench-data/papers/trained
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) \
 		--policies "next-use;s3fifo;llru;arc;marking;lcp;fifo;random;lfu;lfuda;sieve;lfu-in-cache" \
 		--models olmoe-1b-7b --orders 1 --pin none --out bench-data/papers/classical

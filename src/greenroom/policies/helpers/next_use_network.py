@@ -243,9 +243,8 @@ def check(network: Network, arrays: Arrays) -> dict[str, NDArray[Any]]:
 
 def restore(network: Network, arrays: Arrays) -> None:
     """Put trained arrays into a network, or none; the next step begins a request."""
-    for name in TRAINED:
-        if arrays:
-            getattr(network, name)[...] = arrays[name]
+    for name, array in arrays.items():
+        getattr(network, name)[...] = array
     network.trained[:] = bool(arrays)
     network.layer[:] = -1
     for array in (network.so_far, network.past, network.set_sizes):
