@@ -23,7 +23,6 @@ RESERVED = 1 << 10  # bytes of shared memory that the system takes for a program
 LANE_INSTRUCTIONS = {
     PLAIN: 3.0,
     **dict.fromkeys(("q8_0", "int8", "fp8", "symmetric8", "affine8"), 5.0),
-    "q5_k": 10.0,
 }
 LANE_INSTRUCTIONS_OF_OTHERS = 8.0  # encodings of less than 8 bits
 PROGRAMS = 2  # of one token, on a multiprocessor

@@ -24,9 +24,14 @@ from greenroom.runtime.slots.matrix_copies import divided, rearranged
 # are a multiple of 16, so that all arrays are aligned.
 FIELDS: dict[str, tuple[tuple[int, int], ...]] = {
     **dict.fromkeys(("q4_0", "iq4_nl"), ((2, 16), (0, 2))),
+    "q4_1": ((4, 16), (0, 4)),
+    "q5_0": ((6, 16), (2, 4), (0, 2)),
+    "q5_1": ((8, 16), (4, 4), (0, 4)),
     "q8_0": ((2, 32), (0, 2)),
     "gguf_mxfp4": ((1, 16), (0, 1)),
     "iq4_xs": ((8, 128), (0, 8)),
+    "q2_k": ((16, 64), (0, 16), (80, 4)),
+    "q3_k": ((32, 64), (0, 32), (96, 12), (108, 2)),
     "q6_k": ((0, 128), (128, 64), (192, 16), (208, 2)),
 }
 # Inputs of a matrix are a multiple of these, where it is not a block's: kernels load two scales of

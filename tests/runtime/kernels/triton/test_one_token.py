@@ -44,8 +44,9 @@ def unit(style: Style) -> int:
 def layer_of(
     style: Style, blocks: int, dtype: torch.dtype = BF16, family: str = "qwen3_moe"
 ) -> Any:
-    size = unit(style) * blocks
-    return Coded(experts(family, dtype, hidden=size, inner=size), style, style, fields=True)
+    """Experts with as many small blocks in a row of gate and up, and one in a row of down."""
+    module = experts(family, dtype, hidden=unit(style) * blocks, inner=unit(style))
+    return Coded(module, style, style, fields=True)
 
 
 def sums(layer: LayerExperts, slot: int, weight: WeightSpec, x: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from greenroom.runtime.kernels.triton import TritonKernel, chunks, kernel
-from tests.runtime.kernels.codes import Coded, Style
-from tests.runtime.kernels.toys import compute, experts, inputs
-from tests.runtime.kernels.triton.test_one_token import COVERED, unit
+from tests.runtime.kernels.codes import Style
+from tests.runtime.kernels.toys import compute, inputs
+from tests.runtime.kernels.triton.test_one_token import COVERED, layer_of, unit
 
 pytestmark = [
     pytest.mark.interpreted,
@@ -28,17 +28,15 @@ def test_tiles_of_any_width_have_the_bits_of_expanded_weights(
     style: Style, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the last chunk ends within a tile, and rows end within a program's."""
-    if least := chunks.LEAST.get(style.name):  # sums have the order of the inputs of a tile
-        entries, outputs, width, warps = kernel.MANY
+    entries, outputs, width, warps = kernel.MANY
+    least = chunks.LEAST.get(style.name, 0)
+    if least > width:  # sums have the order of the inputs of a tile
         tile = entries, outputs * width // least, least, warps
         monkeypatch.setattr(kernel, "MANY", tile)
-    size = unit(style) * blocks
     for dtype in (BF16, FP16) if blocks == 1 else (BF16,):
-        coded = Coded(
-            experts("qwen3_moe", dtype, hidden=size, inner=size), style, style, fields=True
-        )
+        coded = layer_of(style, blocks, dtype)
         for tokens in (2, 20) if blocks == 1 else (2,):
-            case = inputs(dtype, tokens, top_k=2, hidden=size)
+            case = inputs(dtype, tokens, top_k=2, hidden=coded.layer.hidden)
             case[1][:] = torch.tensor([4, 1])  # few entries of an expert, and many
             got = compute(TritonKernel(), coded.layer, coded.places, *case)
             assert got.isfinite().all()

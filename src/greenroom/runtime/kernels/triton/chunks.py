@@ -14,32 +14,43 @@ import triton.language as tl
 
 from greenroom.runtime.kernels.triton.expand import e4m3, e8m0
 
+# GGUF types whose chunks have two runs (runs.py): bits of a code; runs from a chunk's first run to
+# its second one; what the float32 of a code has more than the value: 2^bits and the code of zero.
+RUNS = {
+    "q4_1": (4, 1, 16),
+    "q5_0": (5, 1, 48),
+    "q5_1": (5, 1, 32),
+    "q2_k": (2, 2, 4),
+    "q3_k": (3, 2, 12),
+    "q4_k": (4, 2, 16),
+    "q5_k": (5, 2, 32),
+    "q6_k": (6, 4, 96),
+}
+NO_RUNS = 0, 1, 0
 # Weights in a chunk, of the encodings that are read so.
 CHUNKS = {
-    **dict.fromkeys(("int4", "mxfp4", "nvfp4", "ct_nvfp4", "q4_k", "q5_k"), 32),
-    **dict.fromkeys(("symmetric4", "affine4"), 32),
-    **dict.fromkeys(("int8", "fp8", "symmetric8", "affine8"), 16),
-    **dict.fromkeys(("q4_0", "iq4_nl", "iq4_xs", "gguf_mxfp4", "q6_k"), 32),
-    "q8_0": 16,
+    **dict.fromkeys(("int4", "mxfp4", "nvfp4", "ct_nvfp4", "symmetric4", "affine4"), 32),
+    **dict.fromkeys(("int8", "fp8", "symmetric8", "affine8", "q8_0"), 16),
+    **dict.fromkeys(("q4_0", "iq4_nl", "iq4_xs", "gguf_mxfp4", *RUNS), 32),
 }
-LEAST = {"q6_k": 128}  # inputs of a tile: four chunks, whose high halves are after all low ones
+# Inputs of a tile: a multiple of those of chunks that are neighbours and have all first runs before
+# all second ones.
+LEAST = {name: 32 * stride for name, (_, stride, _) in RUNS.items()}
 ZEROS = ("affine4", "affine8")  # encodings with a zero beside each scale
 # Encodings whose weights are rounded to the type of their scales first.
 AFFINE = ("symmetric4", "symmetric8", "signed8", *ZEROS)
 # Masks of sign, exponent and mantissa within a float32, and half of what its exponent lacks.
 E2M1, E4M3 = tl.constexpr(0x81C00000 - (1 << 32)), tl.constexpr(0x87F00000 - (1 << 32))
 E2M1_HALF, E4M3_HALF = tl.constexpr(2.0**63), tl.constexpr(2.0**60)
-# Of integer codes of 4, 5 and 8 bits: masks of mantissas, what is exclusive-ored with a code (an
-# exponent, and the sign of int8), and what the float32 has more than the code.
-FOUR, EIGHT, FIFTH = tl.constexpr(0x00780000), tl.constexpr(0x007F8000), tl.constexpr(0x00400000)
-FOUR_OF_5, SIX = tl.constexpr(0x003C0000), tl.constexpr(0x007E0000)
-_SIXTEEN, _THIRTY_TWO = tl.constexpr(0x41800000), tl.constexpr(0x42000000)
-_SIXTY_FOUR = tl.constexpr(0x42800000)
-_SIGNED, _UNSIGNED = tl.constexpr(0x43C00000), tl.constexpr(0x43800000)
+# Of integer codes of 4 and 8 bits: masks of mantissas, and what is exclusive-ored with a code (an
+# exponent, and the sign of int8).
+FOUR, EIGHT = tl.constexpr(0x00780000), tl.constexpr(0x007F8000)
+_SIXTEEN, _SIGNED = tl.constexpr(0x41800000), tl.constexpr(0x43C00000)
+_UNSIGNED = tl.constexpr(0x43800000)
 
 
 @triton.jit
-def exponent(ENCODING: tl.constexpr):
+def exponent(ENCODING: tl.constexpr, RUNS: tl.constexpr):
     """Return what is exclusive-ored with integer codes.
 
     The compiler does not know the number, since a program's id is 0 only at run time: so it keeps
@@ -51,10 +62,8 @@ def exponent(ENCODING: tl.constexpr):
         ENCODING == "int8" or ENCODING == "signed8" or ENCODING == "iq4_nl" or ENCODING == "iq4_xs"
     ):  # fmt: skip
         number = _SIGNED ^ tl.program_id(2)
-    elif ENCODING == "q5_k":
-        number = _THIRTY_TWO ^ tl.program_id(2)
-    elif ENCODING == "q6_k":
-        number = _SIXTY_FOUR ^ tl.program_id(2)
+    elif RUNS[0] > 0:
+        number = ((127 + RUNS[0]) << 23) ^ tl.program_id(2)
     else:
         number = _SIXTEEN ^ tl.program_id(2)
     return number
@@ -75,24 +84,17 @@ def _moved(packed, BIT: tl.constexpr, TO: tl.constexpr):
 def integer(packed, flip, BIT: tl.constexpr, MASK: tl.constexpr):
     """Take the codes whose highest bit is BIT of the words, as float32.
 
-    The result has 16 more than a code of 4 bits, 64 more than one of 6, 384 more than int8.
+    The result has 2^n more than a code of n bits, 384 more than int8.
     """
     return ((_moved(packed, BIT, 22) & MASK) ^ flip).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def k_code(packed, fifth, flip, BIT: tl.constexpr, ENCODING: tl.constexpr):
-    """Take codes of q4_k or q5_k: BIT of the words is the highest of four bits.
-
-    The fifth bit is the lowest of the same byte in `fifth`. The result has 16 more than a code of
-    q4_k, 32 more than one of q5_k.
-    """
-    if ENCODING == "q5_k":
-        high = _moved(fifth, BIT // 8 * 8, 22) & FIFTH
-        code = (((_moved(packed, BIT, 21) & FOUR_OF_5) | high) ^ flip).to(tl.float32, bitcast=True)
-    else:
-        code = integer(packed, flip, BIT, FOUR)
-    return code
+def run_code(packed, flip, BYTE: tl.constexpr, RUNS: tl.constexpr):
+    """Take a run's codes from one byte of each word, as float32."""
+    BITS: tl.constexpr = RUNS[0]
+    MASK: tl.constexpr = ((1 << BITS) - 1) << (23 - BITS)
+    return integer(packed, flip, BITS - 1 + BYTE * 8, MASK)
 
 
 @triton.jit
@@ -160,65 +162,3 @@ def load_two_scales(scales, row, k):
     pairs = scales.to(tl.pointer_type(tl.int16))
     pair = tl.load(pairs + tl.max_contiguous(row // 2 + k[None, :], (1, 1))).to(tl.int32)
     return e4m3(pair & 255), e4m3((pair >> 8) & 255)
-
-
-@triton.jit
-def load_k_block(codes, k, ENCODING: tl.constexpr):
-    """Load chunks k [C] of rows of q4_k or q5_k.
-
-    `codes` [N, 1, 1] point to the rows.
-
-    A block has SIZE words: both scales as float16, 12 bytes of the scales and minima of 8 groups,
-    in q5_k 32 bytes of fifth bits, and 128 bytes of codes. A chunk has 16 codes of a group of 32
-    weights in the low halves of its bytes, and 16 of the next group in the high ones.
-
-    Returns the codes [N, C, 4], the fifth bits of the low and of the high codes in the lowest bits
-    of bytes, and the low and high groups' scales and minima [N, C].
-    """
-    SIZE: tl.constexpr = 44 if ENCODING == "q5_k" else 36
-    pair, first = k % 8 // 2, tl.max_contiguous(k // 8 * SIZE, 1)
-    packed = load_packed(codes + (first + SIZE - 32)[None, :, None], k % 8)
-    low_fifth, high_fifth = packed, packed
-    if ENCODING == "q5_k":
-        fifth = load_packed(codes + (first + 4)[None, :, None], k % 2)
-        low_fifth = fifth >> (pair * 2)[None, :, None]
-        high_fifth = fifth >> (pair * 2 + 1)[None, :, None]
-    head = tl.max_contiguous(tl.reshape(codes, (codes.shape[0], 1)) + first[None, :], (1, 1))
-    both, one, two, three = tl.load(head), tl.load(head + 1), tl.load(head + 2), tl.load(head + 3)
-    # Bytes 2 * pair and 2 * pair + 1 of eight: the groups' six bits.
-    shift, early = (pair % 2 * 16)[None, :], (pair < 2)[None, :]
-    one, two, three = one >> shift, two >> shift, three >> shift
-    scale = tl.where(early, one & 0x3F3F, (three & 0x0F0F) | ((one >> 2) & 0x3030))
-    least = tl.where(early, two & 0x3F3F, ((three >> 4) & 0x0F0F) | ((two >> 2) & 0x3030))
-    s, m = half(both), half(both >> 16)
-    low, high = s * (scale & 63).to(tl.float32), s * (scale >> 8).to(tl.float32)
-    low_least, high_least = m * (least & 63).to(tl.float32), m * (least >> 8).to(tl.float32)
-    return packed, low_fifth, high_fifth, low, high, low_least, high_least
-
-
-@triton.jit
-def load_q6_k(codes, scales, others, row, span_n, k):
-    """Load chunks k [C] of rows of q6_k in the order of fields.
-
-    `codes` [N, 1, 1] point to the rows, `row` [N, 1] are their first blocks. `others` points to the
-    bytes of high pairs, `span_n` words further are scales, and `scales` are what multiplies these.
-
-    A chunk has 16 codes of weights in the low halves of its bytes, and in the high ones those of
-    weights that are 64 further.
-
-    Returns words of bytes with codes of six bits, low and high ones [N, C, 4], under two bits of no
-    meaning, and their scales [N, C].
-    """
-    pair_codes = others.to(tl.pointer_type(tl.int32))
-    packed, j = load_packed(codes, k), k % 4
-    pairs = load_packed(pair_codes + row[:, :, None] * 16, k // 4 * 2 + k % 2)
-    pairs = pairs >> (j // 2 * 2)[None, :, None]
-    low_codes = (packed & 0x0F0F0F0F) | ((pairs << 4) & -0x0F0F0F10)
-    high_codes = ((packed >> 4) & 0x0F0F0F0F) | (pairs & -0x0F0F0F10)
-    eights = (pair_codes + span_n).to(tl.pointer_type(tl.int64))
-    eight = tl.load(eights + tl.max_contiguous(row * 2 + (k // 4)[None, :], (1, 1)))
-    shift = (24 - j * 8)[None, :]
-    low = (eight.to(tl.int32) << shift) >> 24
-    high = ((eight >> 32).to(tl.int32) << shift) >> 24
-    d = tl.load(scales + tl.max_contiguous(row + (k // 8)[None, :], (1, 1))).to(tl.float32)
-    return low_codes, high_codes, d * low.to(tl.float32), d * high.to(tl.float32)

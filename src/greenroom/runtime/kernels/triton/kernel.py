@@ -224,6 +224,7 @@ class TritonStep(base.KernelStep):
             INTERLEAVED=up and layer.interleaved, ACTIVATION=applied.code, BIAS=bias is not None,
             CODE_UNITS=matrix.units[0], SCALE_UNITS=matrix.units[1], SEGMENT=segment,
             enable_fp_fusion=True, GROUP=matrix.group, CHUNK=matrix.chunk,
+            RUNS=chunks.RUNS.get(matrix.encoding, chunks.NO_RUNS),
         )  # fmt: skip
         numbers, floats = matrix.numbers, (float(applied.limit), float(applied.alpha))
         if self.one and matrix.group:

@@ -18,21 +18,20 @@ from greenroom.runtime.kernels.triton.chunks import (
     E4M3_HALF,
     EIGHT,
     FOUR,
-    SIX,
+    RUNS,
     exponent,
     half,
     integer,
-    k_code,
-    load_k_block,
     load_packed,
-    load_q6_k,
     load_scales,
     load_two_scales,
+    run_code,
     small_float,
     surplus,
 )
 from greenroom.runtime.kernels.triton.iq4 import look_up
 from greenroom.runtime.kernels.triton.programs import OTHER_UNITS, finish
+from greenroom.runtime.kernels.triton.runs import load_runs
 
 WIDTH, WARPS = 32, 8  # chunks of a row that are loaded at a time; one for each lane of a warp
 # Rows of weights that a program multiplies: half of them are the gate's, if there is one. Formats
@@ -40,7 +39,7 @@ WIDTH, WARPS = 32, 8  # chunks of a row that are loaded at a time; one for each 
 ROWS = 64
 ROWS_OF = {
     **dict.fromkeys(("int4", "symmetric4", "affine4", "q4_0"), 32),
-    **dict.fromkeys(("q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"), 32),
+    **dict.fromkeys(("iq4_nl", "iq4_xs", *RUNS), 32),
 }
 
 
@@ -62,7 +61,8 @@ def _four_inputs(x, inside, KIND: tl.constexpr, FACTOR: tl.constexpr):
 
 
 @triton.jit
-def _inputs(x, k, inside, KIND: tl.constexpr, ENCODING: tl.constexpr, CHUNK: tl.constexpr):
+def _inputs(x, k, inside, KIND: tl.constexpr, ENCODING: tl.constexpr, CHUNK: tl.constexpr,
+            RUNS: tl.constexpr):  # fmt: skip
     """Load the inputs of chunks k [C]: 8 [1, C, 4], for the codes of a word; of 8 bits the same 4.
 
     Of fp8 they are the inputs of each word: 4 times 4 [1, C].
@@ -81,14 +81,11 @@ def _inputs(x, k, inside, KIND: tl.constexpr, ENCODING: tl.constexpr, CHUNK: tl.
     elif CHUNK == 16:
         a, b, c, d = _four_inputs(x + (k[:, None] * 4 + word), mask, KIND, 1)
         e, f, g, h = a, b, c, d
-    elif ENCODING == "q4_k" or ENCODING == "q5_k":
-        at = x + ((k // 8 * 64 + k % 8 // 2 * 16 + k % 2 * 4)[:, None] + word)
+    elif RUNS[0] > 0:
+        STRIDE: tl.constexpr = RUNS[1]
+        at = x + ((k // STRIDE * STRIDE * 8 + k % STRIDE * 4)[:, None] + word)
         a, b, c, d = _four_inputs(at, mask, KIND, 1)
-        e, f, g, h = _four_inputs(at + 8, mask, KIND, 1)
-    elif ENCODING == "q6_k":
-        at = x + ((k // 4 * 32 + k % 4 * 4)[:, None] + word)
-        a, b, c, d = _four_inputs(at, mask, KIND, 1)
-        e, f, g, h = _four_inputs(at + 16, mask, KIND, 1)
+        e, f, g, h = _four_inputs(at + STRIDE * 4, mask, KIND, 1)
     elif (
         ENCODING == "q4_0" or ENCODING == "gguf_mxfp4" or ENCODING == "iq4_nl"
         or ENCODING == "iq4_xs"
@@ -158,23 +155,20 @@ def _in_order(packed, flip, more, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr
 
 
 @triton.jit
-def _in_k_blocks(codes, k, flip, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr):
-    """Multiply chunks of q4_k or q5_k with their inputs: [N, C]."""
-    MORE: tl.constexpr = 32.0 if ENCODING == "q5_k" else 16.0
-    packed, l5, h5, low, high, low_least, high_least = load_k_block(codes, k, ENCODING)
-    low_least, high_least = -low_least - MORE * low, -high_least - MORE * high
-    q = k_code(packed, l5, flip, 3, ENCODING) * a
-    q += k_code(packed, l5, flip, 11, ENCODING) * b
-    q += k_code(packed, l5, flip, 19, ENCODING) * c
-    q += k_code(packed, l5, flip, 27, ENCODING) * d
-    r = k_code(packed, h5, flip, 7, ENCODING) * e
-    r += k_code(packed, h5, flip, 15, ENCODING) * f
-    r += k_code(packed, h5, flip, 23, ENCODING) * g
-    r += k_code(packed, h5, flip, 31, ENCODING) * h
-    p = ((a + b) + (c + d)) * low_least[:, :, None] + ((e + f) + (g + h)) * high_least[:, :, None]
-    p += q * low[:, :, None]
-    p += r * high[:, :, None]
-    return tl.sum(p, axis=2)
+def _in_run(run, flip, a, b, c, d, RUNS: tl.constexpr):
+    """Multiply a run of chunks with its inputs: [N, C]."""
+    packed, scale, least = run
+    x = (a + b) + (c + d)
+    p = run_code(packed, flip, 0, RUNS) * a
+    if least is None:  # what codes have too much, times inputs, is the same for all rows
+        p -= x * RUNS[2]
+    p += run_code(packed, flip, 1, RUNS) * b
+    p += run_code(packed, flip, 2, RUNS) * c
+    p += run_code(packed, flip, 3, RUNS) * d
+    total = tl.sum(p, axis=2) * scale
+    if least is not None:
+        total -= tl.sum(x, axis=2) * (scale * RUNS[2] + least)
+    return total
 
 
 @triton.jit
@@ -247,33 +241,16 @@ def _row_sums(p, odd, others, row, span_n, ENCODING: tl.constexpr):
 
 
 @triton.jit
-def _in_q6_k(codes, scales, others, row, span_n, k, flip, a, b, c, d, e, f, g, h):
-    """Multiply chunks of q6_k with their inputs: [N, C]."""
-    low_codes, high_codes, low, high = load_q6_k(codes, scales, others, row, span_n, k)
-    q = integer(low_codes, flip, 5, SIX) * a
-    q += integer(low_codes, flip, 13, SIX) * b
-    q += integer(low_codes, flip, 21, SIX) * c
-    q += integer(low_codes, flip, 29, SIX) * d
-    r = integer(high_codes, flip, 5, SIX) * e
-    r += integer(high_codes, flip, 13, SIX) * f
-    r += integer(high_codes, flip, 21, SIX) * g
-    r += integer(high_codes, flip, 29, SIX) * h
-    more = tl.sum((a + b) + (c + d), axis=2) * 96.0
-    high_more = tl.sum((e + f) + (g + h), axis=2) * 96.0
-    return (tl.sum(q, axis=2) - more) * low + (tl.sum(r, axis=2) - high_more) * high
-
-
-@triton.jit
 def _chunks(
     codes, scales, others, row, span_n, k, flip, a, b, c, d, e, f, g, h,
-    ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """Multiply chunks k [C] of rows with their inputs: [N, C], and the words of `_odd_codes`."""
     odd = tl.zeros((1, 1), tl.int32)
-    if ENCODING == "q4_k" or ENCODING == "q5_k":
-        p = _in_k_blocks(codes, k, flip, a, b, c, d, e, f, g, h, ENCODING)
-    elif ENCODING == "q6_k":
-        p = _in_q6_k(codes, scales, others, row, span_n, k, flip, a, b, c, d, e, f, g, h)
+    if RUNS[0] > 0:
+        first, second = load_runs(codes, scales, others, row, span_n, k, ENCODING)
+        p = _in_run(first, flip, a, b, c, d, RUNS)
+        p += _in_run(second, flip, e, f, g, h, RUNS)
     else:
         more = surplus(others, row, k, ENCODING, GROUP, CHUNK)
         packed = load_packed(codes, k)
@@ -300,10 +277,10 @@ def _chunks(
 def project_one(
     x, tiles, tokens, codes, scales, others, bias, out,
     inputs, outputs, code_at, scale_at, other_at, row_n, scale_n, span_n, limit, alpha,
-    ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, GATHERED: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-    CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr, SEGMENT: tl.constexpr,
-    ONE_SCALE: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, RUNS: tl.constexpr,
+    GATHERED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, SEGMENT: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, CODE_UNITS: tl.constexpr,
+    SCALE_UNITS: tl.constexpr, ONE_SCALE: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Multiply the rows of tiles of one entry with their experts' matrices, in Triton.
 
@@ -311,6 +288,7 @@ def project_one(
 
     GROUP: inputs that share a scale
     CHUNK: weights in 16 bytes of codes
+    RUNS:  of GGUF types, as in chunks.py
     ONE_SCALE: whether all rows of a program, of fp8, have the same scales
     N, C:  rows, and chunks of a row, that are multiplied at a time
     """
@@ -329,7 +307,7 @@ def project_one(
     gate_row = row * 2 if INTERLEAVED else row
     up_scale = _scale_rows(up_row, scale_n, span_n, ENCODING, ONE_SCALE)
     gate_scale = _scale_rows(gate_row, scale_n, span_n, ENCODING, ONE_SCALE)
-    flip = exponent(ENCODING)
+    flip = exponent(ENCODING, RUNS)
     up_codes = (codes + up_row * row_n).to(tl.pointer_type(tl.int32))[:, None, None]
     gate_codes = (codes + gate_row * row_n).to(tl.pointer_type(tl.int32))[:, None, None]
     g, u = tl.zeros((N, C), tl.float32), tl.zeros((N, C), tl.float32)
@@ -338,14 +316,14 @@ def project_one(
     for first in range(0, tl.where(count > 0, chunks, 0), C):
         at = first + tl.arange(0, C)
         k, inside = tl.minimum(at, chunks - 1), at < chunks
-        a, b, c, d, e, f, h, i = _inputs(fours, k, inside, KIND, ENCODING, CHUNK)
+        a, b, c, d, e, f, h, i = _inputs(fours, k, inside, KIND, ENCODING, CHUNK, RUNS)
         if GATED:
             p, odd = _chunks(gate_codes, scales, others, gate_scale, span_n, k, flip, a, b, c, d,
-                             e, f, h, i, ENCODING, GROUP, CHUNK)  # fmt: skip
+                             e, f, h, i, ENCODING, GROUP, CHUNK, RUNS)  # fmt: skip
             g += p
             odd_g |= odd
         p, odd = _chunks(up_codes, scales, others, up_scale, span_n, k, flip, a, b, c, d,
-                         e, f, h, i, ENCODING, GROUP, CHUNK)  # fmt: skip
+                         e, f, h, i, ENCODING, GROUP, CHUNK, RUNS)  # fmt: skip
         u += p
         odd_u |= odd
     gate = _row_sums(g, odd_g, others, gate_row, span_n, ENCODING)[None, :]

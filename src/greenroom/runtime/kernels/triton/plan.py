@@ -19,7 +19,8 @@ from greenroom.runtime.slots.block_fields import FIELDS
 
 GGUF = ("gguf_mxfp4", *BLOCK_ENCODINGS)  # codes and scales in one tensor
 NVFP4 = ("nvfp4", "ct_nvfp4")
-SCALES = {"gguf_mxfp4": "uint8"}  # types of the last field of a block, where it is not float16
+# Types of the last field of a block, where it is not float16: 32 bits are two of these.
+SCALES = {"gguf_mxfp4": "uint8", **dict.fromkeys(("q4_1", "q5_1", "q2_k"), "int32")}
 # Major compute capabilities whose tensor cores multiply 64 rows at once, and so have large tiles.
 LARGE_TILES = (9, 10)
 

@@ -98,13 +98,14 @@ def finish(
 def _weights(
     codes, scales, others, n, width, k, k0, inputs, row_n, row_k, scale_n, span_n, span_k, flip,
     KIND: tl.constexpr, ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    RUNS: tl.constexpr,
 ):  # fmt: skip
     """Decode the inputs k [K], which begin at k0, of the rows n [N] of a matrix of `width` rows."""
     if GROUP > 0:  # beyond the last chunk, where inputs are 0, is the last one again
         C: tl.constexpr = k.shape[0] // CHUNK
         chunk = tl.minimum(k0 // CHUNK + tl.arange(0, C), inputs // CHUNK - 1)
         w = decode_tile(codes, scales, others, tl.minimum(n, width - 1), chunk, row_n, scale_n,
-                        span_n, flip, KIND, ENCODING, GROUP, CHUNK)  # fmt: skip
+                        span_n, flip, KIND, ENCODING, GROUP, CHUNK, RUNS)  # fmt: skip
     else:
         inside = (k < inputs)[:, None] & (n < width)[None, :]
         w = expand(codes, scales, others, n[None, :], k[:, None], inside, row_n, row_k, scale_n,
@@ -114,13 +115,12 @@ def _weights(
 
 @triton.jit
 def project(
-    x, tiles, tokens, codes, scales, others, bias, out,
-    inputs, outputs, code_at, scale_at, other_at, row_n, row_k, scale_n, span_n, span_k,
-    limit, alpha,
-    ENCODING: tl.constexpr, GATHERED: tl.constexpr, GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
-    CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr, SEGMENT: tl.constexpr,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    x, tiles, tokens, codes, scales, others, bias, out, inputs, outputs, code_at, scale_at,
+    other_at, row_n, row_k, scale_n, span_n, span_k, limit, alpha,
+    ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, RUNS: tl.constexpr,
+    GATHERED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, SEGMENT: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr, CODE_UNITS: tl.constexpr,
+    SCALE_UNITS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile's rows with its expert's matrix, and apply the activation, in Triton.
 
@@ -130,6 +130,7 @@ def project(
     leaves a sum in float32, without bias: 1 begins it, 2 continues the one in `out`.
 
     GROUP: inputs that share a scale; 0: codes are read one by one, and not CHUNK at a time
+    RUNS:  of GGUF types, as in chunks.py
     """
     KIND: tl.constexpr = x.dtype.element_ty
     tile, block = tl.program_id(1), tl.program_id(0)
@@ -151,23 +152,23 @@ def project(
     mask = rows_mask & (n < outputs)[None, :]
     if SEGMENT == 2:
         u = tl.load(out + row[:, None] * outputs + n[None, :], mask=mask, other=0.0)
-    flip, width = exponent(ENCODING), outputs * 2 if GATED else outputs
+    flip, width = exponent(ENCODING, RUNS), outputs * 2 if GATED else outputs
     for k0 in range(0, tl.where(count > 0, inputs, 0), K):
         k = k0 + tl.arange(0, K)
         place = x + source[:, None] * inputs + k[None, :]
         a = tl.load(place, mask=rows_mask & (k < inputs)[None, :], other=0.0)
         if PAIRED:
-            w = _weights(codes, scales, others, both_n, width, k, k0, inputs, row_n, row_k,
-                         scale_n, span_n, span_k, flip, KIND, ENCODING, GROUP, CHUNK)  # fmt: skip
+            w = _weights(codes, scales, others, both_n, width, k, k0, inputs, row_n, row_k, scale_n,
+                         span_n, span_k, flip, KIND, ENCODING, GROUP, CHUNK, RUNS)  # fmt: skip
             both = _dot(a, w, both, WIDE)
         else:
             if GATED:
                 w = _weights(codes, scales, others, gate_n, width, k, k0, inputs, row_n, row_k,
-                             scale_n, span_n, span_k, flip, KIND, ENCODING, GROUP,
-                             CHUNK)  # fmt: skip
+                             scale_n, span_n, span_k, flip, KIND, ENCODING, GROUP, CHUNK,
+                             RUNS)  # fmt: skip
                 g = _dot(a, w, g, WIDE)
             w = _weights(codes, scales, others, up_n, width, k, k0, inputs, row_n, row_k, scale_n,
-                         span_n, span_k, flip, KIND, ENCODING, GROUP, CHUNK)  # fmt: skip
+                         span_n, span_k, flip, KIND, ENCODING, GROUP, CHUNK, RUNS)  # fmt: skip
             u = _dot(a, w, u, WIDE)
     if PAIRED:
         g, u = tl.split(tl.reshape(both, (M, N, 2)))

@@ -15,18 +15,16 @@ from greenroom.runtime.kernels.triton.chunks import (
     E4M3_HALF,
     EIGHT,
     FOUR,
-    SIX,
     integer,
-    k_code,
-    load_k_block,
     load_packed,
-    load_q6_k,
     load_scales,
     load_two_scales,
+    run_code,
     small_float,
     surplus,
 )
 from greenroom.runtime.kernels.triton.iq4 import look_up
+from greenroom.runtime.kernels.triton.runs import load_runs
 
 
 @triton.jit
@@ -66,31 +64,33 @@ def _code(packed, scale, more, flip, BIT: tl.constexpr, KIND: tl.constexpr, SCAL
 
 
 @triton.jit
-def _k(packed, fifth, scale, least, flip, BIT: tl.constexpr, KIND: tl.constexpr,
-       ENCODING: tl.constexpr):  # fmt: skip
-    """Decode the codes of q4_k or q5_k whose highest bit but the fifth is BIT of the words."""
-    code = k_code(packed, fifth, flip, BIT, ENCODING) - (32.0 if ENCODING == "q5_k" else 16.0)
-    return (code * scale - least).to(KIND)
+def _run_codes(run, flip, BYTE: tl.constexpr, KIND: tl.constexpr, RUNS: tl.constexpr):
+    """Decode the codes of a run in a byte of its words: [N, C, 4]."""
+    packed, scale, least = run
+    w = (run_code(packed, flip, BYTE, RUNS) - RUNS[2]) * scale[:, :, None]
+    if least is not None:
+        w -= least[:, :, None]
+    return w.to(KIND)
 
 
 @triton.jit
-def _k_tile(codes, k, flip, KIND: tl.constexpr, ENCODING: tl.constexpr):
-    """Decode chunks of q4_k or q5_k: [N, inputs]."""
-    packed, l5, h5, low, high, low_least, high_least = load_k_block(codes, k, ENCODING)
-    s, m = low[:, :, None], low_least[:, :, None]
-    a = _k(packed, l5, s, m, flip, 3, KIND, ENCODING)
-    b = _k(packed, l5, s, m, flip, 11, KIND, ENCODING)
-    c = _k(packed, l5, s, m, flip, 19, KIND, ENCODING)
-    d = _k(packed, l5, s, m, flip, 27, KIND, ENCODING)
-    s, m = high[:, :, None], high_least[:, :, None]
-    e = _k(packed, h5, s, m, flip, 7, KIND, ENCODING)
-    f = _k(packed, h5, s, m, flip, 15, KIND, ENCODING)
-    g = _k(packed, h5, s, m, flip, 23, KIND, ENCODING)
-    h = _k(packed, h5, s, m, flip, 31, KIND, ENCODING)
-    w = _joined(a, b, c, d, e, f, g, h)  # [N, C, word, low or high, 2, 2]
+def _runs_tile(codes, scales, others, row, span_n, k, flip, KIND: tl.constexpr,
+               ENCODING: tl.constexpr, RUNS: tl.constexpr):  # fmt: skip
+    """Decode chunks of two runs: [N, inputs]."""
+    first, second = load_runs(codes, scales, others, row, span_n, k, ENCODING)
+    w = _joined(
+        _run_codes(first, flip, 0, KIND, RUNS),
+        _run_codes(first, flip, 1, KIND, RUNS),
+        _run_codes(first, flip, 2, KIND, RUNS),
+        _run_codes(first, flip, 3, KIND, RUNS),
+        _run_codes(second, flip, 0, KIND, RUNS),
+        _run_codes(second, flip, 1, KIND, RUNS),
+        _run_codes(second, flip, 2, KIND, RUNS),
+        _run_codes(second, flip, 3, KIND, RUNS),
+    )  # [N, C, word, run, 2, 2]
     N: tl.constexpr = w.shape[0]
     C: tl.constexpr = w.shape[1]
-    w = tl.reshape(w, (N, C // 2, 2, 4, 2, 4))
+    w = tl.reshape(w, (N, C // RUNS[1], RUNS[1], 4, 2, 4))
     return tl.reshape(tl.permute(w, (0, 1, 4, 2, 3, 5)), (N, C * 32))
 
 
@@ -131,46 +131,19 @@ def _scales(
 
 
 @triton.jit
-def _six(packed, scale, flip, BIT: tl.constexpr, KIND: tl.constexpr):
-    """Decode the codes of q6_k whose highest bit is BIT of the words."""
-    return ((integer(packed, flip, BIT, SIX) - 96.0) * scale).to(KIND)
-
-
-@triton.jit
-def _q6_k_tile(codes, scales, others, row, span_n, k, flip, KIND: tl.constexpr):
-    """Decode chunks of q6_k, a multiple of four: [N, inputs]."""
-    low_codes, high_codes, low, high = load_q6_k(codes, scales, others, row, span_n, k)
-    s, t = low[:, :, None], high[:, :, None]
-    w = _joined(
-        _six(low_codes, s, flip, 5, KIND),
-        _six(low_codes, s, flip, 13, KIND),
-        _six(low_codes, s, flip, 21, KIND),
-        _six(low_codes, s, flip, 29, KIND),
-        _six(high_codes, t, flip, 5, KIND),
-        _six(high_codes, t, flip, 13, KIND),
-        _six(high_codes, t, flip, 21, KIND),
-        _six(high_codes, t, flip, 29, KIND),
-    )
-    N: tl.constexpr = w.shape[0]
-    C: tl.constexpr = w.shape[1]
-    w = tl.reshape(w, (N, C // 4, 4, 4, 2, 4))  # four chunks, their words, low or high
-    return tl.reshape(tl.permute(w, (0, 1, 4, 2, 3, 5)), (N, C * 32))
-
-
-@triton.jit
 def decode_tile(
     codes, scales, others, n, k, row_n, scale_n, span_n, flip,
     KIND: tl.constexpr, ENCODING: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    RUNS: tl.constexpr,
 ):  # fmt: skip
     """Decode chunks k [C] of rows n [N] to the model's type: [inputs, N].
 
     The other parameters are those of `project`.
     """
     rows = (codes + n * row_n).to(tl.pointer_type(tl.int32))[:, None, None]
-    if ENCODING == "q4_k" or ENCODING == "q5_k":
-        w = _k_tile(rows, k, flip, KIND, ENCODING)
-    elif ENCODING == "q6_k":
-        w = _q6_k_tile(rows, scales, others, (n * scale_n)[:, None], span_n, k, flip, KIND)
+    if RUNS[0] > 0:
+        blocks = (n * scale_n)[:, None]
+        w = _runs_tile(rows, scales, others, blocks, span_n, k, flip, KIND, ENCODING, RUNS)
     else:
         packed = load_packed(rows, k)
         row = (n // (span_n if ENCODING == "fp8" else 1) * scale_n)[:, None]
