@@ -15,18 +15,19 @@ import triton.language as tl
 from greenroom.runtime.kernels.triton.expand import e4m3, e8m0
 
 # GGUF types whose chunks have two runs (runs.py): bits of a code; runs from a chunk's first run to
-# its second one; what the float32 of a code has more than the value: 2^bits and the code of zero.
+# its second one; what the float32 of a code has more than the value, 2^bits and the code of zero;
+# bits from the first run's codes to those of the second in the words that are loaded.
 RUNS = {
-    "q4_1": (4, 1, 16),
-    "q5_0": (5, 1, 48),
-    "q5_1": (5, 1, 32),
-    "q2_k": (2, 2, 4),
-    "q3_k": (3, 2, 12),
-    "q4_k": (4, 2, 16),
-    "q5_k": (5, 2, 32),
-    "q6_k": (6, 4, 96),
+    "q4_1": (4, 1, 16, 4),
+    "q5_0": (5, 1, 48, 0),
+    "q5_1": (5, 1, 32, 0),
+    "q2_k": (2, 2, 4, 2),
+    "q3_k": (3, 2, 12, 0),
+    "q4_k": (4, 2, 16, 4),
+    "q5_k": (5, 2, 32, 0),
+    "q6_k": (6, 4, 96, 0),
 }
-NO_RUNS = 0, 1, 0
+NO_RUNS = 0, 1, 0, 0
 # Weights in a chunk, of the encodings that are read so.
 CHUNKS = {
     **dict.fromkeys(("int4", "mxfp4", "nvfp4", "ct_nvfp4", "symmetric4", "affine4"), 32),
@@ -35,7 +36,7 @@ CHUNKS = {
 }
 # Inputs of a tile: a multiple of those of chunks that are neighbours and have all first runs before
 # all second ones.
-LEAST = {name: 32 * stride for name, (_, stride, _) in RUNS.items()}
+LEAST = {name: 32 * stride for name, (_, stride, *_) in RUNS.items()}
 ZEROS = ("affine4", "affine8")  # encodings with a zero beside each scale
 # Encodings whose weights are rounded to the type of their scales first.
 AFFINE = ("symmetric4", "symmetric8", "signed8", *ZEROS)
@@ -90,11 +91,11 @@ def integer(packed, flip, BIT: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
-def run_code(packed, flip, BYTE: tl.constexpr, RUNS: tl.constexpr):
-    """Take a run's codes from one byte of each word, as float32."""
+def run_code(packed, flip, BIT: tl.constexpr, RUNS: tl.constexpr):
+    """Take the codes that begin at BIT of words, as float32."""
     BITS: tl.constexpr = RUNS[0]
     MASK: tl.constexpr = ((1 << BITS) - 1) << (23 - BITS)
-    return integer(packed, flip, BITS - 1 + BYTE * 8, MASK)
+    return integer(packed, flip, BITS - 1 + BIT, MASK)
 
 
 @triton.jit

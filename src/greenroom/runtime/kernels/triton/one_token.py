@@ -155,19 +155,37 @@ def _in_order(packed, flip, more, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr
 
 
 @triton.jit
-def _in_run(run, flip, a, b, c, d, RUNS: tl.constexpr):
-    """Multiply a run of chunks with its inputs: [N, C]."""
-    packed, scale, least = run
-    x = (a + b) + (c + d)
-    p = run_code(packed, flip, 0, RUNS) * a
-    if least is None:  # what codes have too much, times inputs, is the same for all rows
-        p -= x * RUNS[2]
-    p += run_code(packed, flip, 1, RUNS) * b
-    p += run_code(packed, flip, 2, RUNS) * c
-    p += run_code(packed, flip, 3, RUNS) * d
-    total = tl.sum(p, axis=2) * scale
-    if least is not None:
-        total -= tl.sum(x, axis=2) * (scale * RUNS[2] + least)
+def _in_run(run, flip, a, b, c, d, BIT: tl.constexpr, RUNS: tl.constexpr):
+    """Multiply a run's codes with its inputs: [N, C, 4]."""
+    packed, _, least = run
+    p = run_code(packed, flip, BIT, RUNS) * a
+    if least is None:  # what codes have too much is subtracted before the scale is applied
+        p += ((a + b) + (c + d)) * -RUNS[2]
+    p += run_code(packed, flip, BIT + 8, RUNS) * b
+    p += run_code(packed, flip, BIT + 16, RUNS) * c
+    p += run_code(packed, flip, BIT + 24, RUNS) * d
+    return p
+
+
+@triton.jit
+def _in_runs(first, second, flip, a, b, c, d, e, f, g, h, RUNS: tl.constexpr):
+    """Multiply two runs of chunks with their inputs: [N, C].
+
+    Products are summed in pairs of words, since some GPUs multiply pairs.
+    """
+    _, low, low_least = first
+    _, high, high_least = second
+    q = _in_run(first, flip, a, b, c, d, 0, RUNS)
+    r = _in_run(second, flip, e, f, g, h, RUNS[3], RUNS)
+    if low_least is None:
+        total = tl.sum(q, axis=2) * low + tl.sum(r, axis=2) * high
+    else:
+        low_least, high_least = -low_least - low * RUNS[2], -high_least - high * RUNS[2]
+        p = ((a + b) + (c + d)) * low_least[:, :, None]
+        p += ((e + f) + (g + h)) * high_least[:, :, None]
+        p += q * low[:, :, None]
+        p += r * high[:, :, None]
+        total = tl.sum(p, axis=2)
     return total
 
 
@@ -249,8 +267,7 @@ def _chunks(
     odd = tl.zeros((1, 1), tl.int32)
     if RUNS[0] > 0:
         first, second = load_runs(codes, scales, others, row, span_n, k, ENCODING)
-        p = _in_run(first, flip, a, b, c, d, RUNS)
-        p += _in_run(second, flip, e, f, g, h, RUNS)
+        p = _in_runs(first, second, flip, a, b, c, d, e, f, g, h, RUNS)
     else:
         more = surplus(others, row, k, ENCODING, GROUP, CHUNK)
         packed = load_packed(codes, k)

@@ -32,13 +32,13 @@ def _load(pointer, row, k):
 def _load_block(codes, scales, others, row, k, ENCODING: tl.constexpr):
     """Load chunks of q4_1, q5_0 or q5_1: blocks of 32 weights, of which 32 bits are fifth bits."""
     packed, head = load_packed(codes, k), _load(scales, row, k)
-    first, second = packed, packed >> 4
+    first, second = packed, packed
     if ENCODING != "q4_1":
         fifth = _load(others.to(tl.pointer_type(tl.int32)), row, k)
         fifth = fifth[:, :, None] >> (tl.arange(0, 4) * 4)[None, None, :]
         # A product moves four neighbouring bits to the fifth bits of four bytes.
-        first = _merged(first, (fifth & 15) * 0x02040810, 4)
-        second = _merged(second, ((fifth >> 16) & 15) * 0x02040810, 4)
+        first = _merged(packed, (fifth & 15) * 0x02040810, 4)
+        second = _merged(packed >> 4, ((fifth >> 16) & 15) * 0x02040810, 4)
     if ENCODING == "q5_0":
         s, least = head.to(tl.float32), None
     else:
@@ -57,7 +57,7 @@ def _load_q2_k(codes, scales, others, row, k):
     low, high = s * (both & 15).to(tl.float32), s * ((both >> 16) & 15).to(tl.float32)
     low_least = m * ((both >> 4) & 15).to(tl.float32)
     high_least = m * ((both >> 20) & 15).to(tl.float32)
-    return (packed, low, low_least), (packed >> 2, high, high_least)
+    return (packed, low, low_least), (packed, high, high_least)
 
 
 @triton.jit
@@ -87,10 +87,10 @@ def _load_k_block(codes, k, ENCODING: tl.constexpr):
     SIZE: tl.constexpr = 44 if ENCODING == "q5_k" else 36
     pair, begin = k % 8 // 2, tl.max_contiguous(k // 8 * SIZE, 1)
     packed = load_packed(codes + (begin + SIZE - 32)[None, :, None], k % 8)
-    first, second = packed, packed >> 4
+    first, second = packed, packed
     if ENCODING == "q5_k":
         fifth = load_packed(codes + (begin + 4)[None, :, None], k % 2) >> (pair * 2)[None, :, None]
-        first, second = _merged(first, fifth << 4, 4), _merged(second, fifth << 3, 4)
+        first, second = _merged(packed, fifth << 4, 4), _merged(packed >> 4, fifth << 3, 4)
     head = tl.max_contiguous(tl.reshape(codes, (codes.shape[0], 1)) + begin[None, :], (1, 1))
     both, one, two, three = tl.load(head), tl.load(head + 1), tl.load(head + 2), tl.load(head + 3)
     # Bytes 2 * pair and 2 * pair + 1 of eight: the groups' six bits.
@@ -128,8 +128,9 @@ def load_runs(codes, scales, others, row, span_n, k, ENCODING: tl.constexpr):
     q5_k, fields lie in arrays: `others` points to the second one, `span_n` words further is the
     third one, and `scales` point to the last one.
 
-    Returns for each run words whose bytes have codes in their lowest bits [N, C, 4], scales
-    [N, C], and what is subtracted from the product of both [N, C], or None.
+    Returns for each run words with a code in each byte [N, C, 4], scales [N, C], and what is
+    subtracted from the product of both [N, C], or None. Codes begin at bit 0, those of the second
+    run at bit RUNS[3]; other bits have no meaning.
     """
     if ENCODING == "q4_k" or ENCODING == "q5_k":
         first, second = _load_k_block(codes, k, ENCODING)

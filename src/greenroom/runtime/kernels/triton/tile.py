@@ -64,10 +64,10 @@ def _code(packed, scale, more, flip, BIT: tl.constexpr, KIND: tl.constexpr, SCAL
 
 
 @triton.jit
-def _run_codes(run, flip, BYTE: tl.constexpr, KIND: tl.constexpr, RUNS: tl.constexpr):
-    """Decode the codes of a run in a byte of its words: [N, C, 4]."""
+def _run_codes(run, flip, BIT: tl.constexpr, KIND: tl.constexpr, RUNS: tl.constexpr):
+    """Decode the codes of a run that begin at BIT of its words: [N, C, 4]."""
     packed, scale, least = run
-    w = (run_code(packed, flip, BYTE, RUNS) - RUNS[2]) * scale[:, :, None]
+    w = (run_code(packed, flip, BIT, RUNS) - RUNS[2]) * scale[:, :, None]
     if least is not None:
         w -= least[:, :, None]
     return w.to(KIND)
@@ -80,13 +80,13 @@ def _runs_tile(codes, scales, others, row, span_n, k, flip, KIND: tl.constexpr,
     first, second = load_runs(codes, scales, others, row, span_n, k, ENCODING)
     w = _joined(
         _run_codes(first, flip, 0, KIND, RUNS),
-        _run_codes(first, flip, 1, KIND, RUNS),
-        _run_codes(first, flip, 2, KIND, RUNS),
-        _run_codes(first, flip, 3, KIND, RUNS),
-        _run_codes(second, flip, 0, KIND, RUNS),
-        _run_codes(second, flip, 1, KIND, RUNS),
-        _run_codes(second, flip, 2, KIND, RUNS),
-        _run_codes(second, flip, 3, KIND, RUNS),
+        _run_codes(first, flip, 8, KIND, RUNS),
+        _run_codes(first, flip, 16, KIND, RUNS),
+        _run_codes(first, flip, 24, KIND, RUNS),
+        _run_codes(second, flip, RUNS[3], KIND, RUNS),
+        _run_codes(second, flip, RUNS[3] + 8, KIND, RUNS),
+        _run_codes(second, flip, RUNS[3] + 16, KIND, RUNS),
+        _run_codes(second, flip, RUNS[3] + 24, KIND, RUNS),
     )  # [N, C, word, run, 2, 2]
     N: tl.constexpr = w.shape[0]
     C: tl.constexpr = w.shape[1]
