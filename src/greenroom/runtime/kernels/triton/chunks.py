@@ -15,8 +15,9 @@ import triton.language as tl
 from greenroom.runtime.kernels.triton.expand import e4m3, e8m0
 
 # GGUF types whose chunks have two runs (runs.py): bits of a code; runs from a chunk's first run to
-# its second one; what the float32 of a code has more than the value, 2^bits and the code of zero;
-# bits from the first run's codes to those of the second in the words that are loaded.
+# its second one; what the float32 of a code has more than the value, 2^bits and the code of zero
+# (types with minima have no such code); bits from the first run's codes to those of the second in
+# the words that are loaded.
 RUNS = {
     "q4_1": (4, 1, 16, 4),
     "q5_0": (5, 1, 48, 0),

@@ -157,9 +157,10 @@ def _in_order(packed, flip, more, a, b, c, d, e, f, g, h, ENCODING: tl.constexpr
 @triton.jit
 def _in_run(run, flip, a, b, c, d, BIT: tl.constexpr, RUNS: tl.constexpr):
     """Multiply a run's codes with its inputs: [N, C, 4]."""
-    packed, _, least = run
+    packed, _, _ = run
+    HAS_MINIMA: tl.constexpr = RUNS[2] == 1 << RUNS[0]
     p = run_code(packed, flip, BIT, RUNS) * a
-    if least is None:  # what codes have too much is subtracted before the scale is applied
+    if not HAS_MINIMA:  # what codes have too much is subtracted before the scale is applied
         p += ((a + b) + (c + d)) * -RUNS[2]
     p += run_code(packed, flip, BIT + 8, RUNS) * b
     p += run_code(packed, flip, BIT + 16, RUNS) * c
@@ -177,7 +178,8 @@ def _in_runs(first, second, flip, a, b, c, d, e, f, g, h, RUNS: tl.constexpr):
     _, high, high_least = second
     q = _in_run(first, flip, a, b, c, d, 0, RUNS)
     r = _in_run(second, flip, e, f, g, h, RUNS[3], RUNS)
-    if low_least is None:
+    HAS_MINIMA: tl.constexpr = RUNS[2] == 1 << RUNS[0]
+    if not HAS_MINIMA:
         total = tl.sum(q, axis=2) * low + tl.sum(r, axis=2) * high
     else:
         low_least, high_least = -low_least - low * RUNS[2], -high_least - high * RUNS[2]

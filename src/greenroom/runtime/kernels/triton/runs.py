@@ -40,7 +40,7 @@ def _load_block(codes, scales, others, row, k, ENCODING: tl.constexpr):
         first = _merged(packed, (fifth & 15) * 0x02040810, 4)
         second = _merged(packed >> 4, ((fifth >> 16) & 15) * 0x02040810, 4)
     if ENCODING == "q5_0":
-        s, least = head.to(tl.float32), None
+        s, least = head.to(tl.float32), 0.0
     else:
         s, least = half(head), -half(head >> 16)
     return (first, s, least), (second, s, least)
@@ -74,7 +74,7 @@ def _load_q3_k(codes, scales, others, row, span_n, k):
     s = _load(scales, row, k // 8).to(tl.float32)
     low, high = ((six & 63) - 32).to(tl.float32), ((six >> 16) - 32).to(tl.float32)
     first, second = _merged(packed, third << 2, 2), _merged(packed >> 2, third << 1, 2)
-    return (first, s * low, None), (second, s * high, None)
+    return (first, s * low, 0.0), (second, s * high, 0.0)
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def _load_q6_k(codes, scales, others, row, span_n, k):
     high = ((eight >> 32).to(tl.int32) << shift) >> 24
     s = _load(scales, row, k // 8).to(tl.float32)
     first, second = _merged(packed, pairs << 4, 4), _merged(packed >> 4, pairs, 4)
-    return (first, s * low.to(tl.float32), None), (second, s * high.to(tl.float32), None)
+    return (first, s * low.to(tl.float32), 0.0), (second, s * high.to(tl.float32), 0.0)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def load_runs(codes, scales, others, row, span_n, k, ENCODING: tl.constexpr):
     third one, and `scales` point to the last one.
 
     Returns for each run words with a code in each byte [N, C, 4], scales [N, C], and what is
-    subtracted from the product of both [N, C], or None. Codes begin at bit 0, those of the second
+    subtracted from the product of both [N, C], or 0. Codes begin at bit 0, those of the second
     run at bit RUNS[3]; other bits have no meaning.
     """
     if ENCODING == "q4_k" or ENCODING == "q5_k":

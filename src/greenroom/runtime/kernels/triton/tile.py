@@ -67,8 +67,9 @@ def _code(packed, scale, more, flip, BIT: tl.constexpr, KIND: tl.constexpr, SCAL
 def _run_codes(run, flip, BIT: tl.constexpr, KIND: tl.constexpr, RUNS: tl.constexpr):
     """Decode the codes of a run that begin at BIT of its words: [N, C, 4]."""
     packed, scale, least = run
+    HAS_MINIMA: tl.constexpr = RUNS[2] == 1 << RUNS[0]
     w = (run_code(packed, flip, BIT, RUNS) - RUNS[2]) * scale[:, :, None]
-    if least is not None:
+    if HAS_MINIMA:
         w -= least[:, :, None]
     return w.to(KIND)
 
