@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from greenroom.cli.options.fields import add_model, add_options, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json
@@ -72,6 +70,8 @@ def main(args: argparse.Namespace) -> None:
 
 def _split(trace: Trace, config: TrainPolicyConfig) -> tuple[Trace, Trace]:
     """Split a trace's requests in those to train on, and those of the test."""
+    import numpy as np
+
     if trace.requests < 2:
         raise TraceError(
             "the trace has one request: record at least 2, since one is needed for the test"
