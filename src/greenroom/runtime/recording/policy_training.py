@@ -96,8 +96,8 @@ def _observe(stream: Stream, offsets: Ints, first: int) -> tuple[_Steps, dict[st
     Returns the steps from pass `first` on, and what the policy has learned at the end.
     """
     layers, experts = len(offsets) - 1, int(np.diff(offsets).max())
-    cache = empty_state(np.repeat(np.arange(layers), np.diff(offsets)), [1])
     layer = np.repeat(np.arange(layers), np.diff(offsets))
+    cache = empty_state(layer, [1])
     state = next_use.build_state(next_use.setup(layer, cache.group_of, (1,), layers, 0, None))
     passes = stream.layer.size // layers - first
     features = np.zeros((passes * layers, net.FEATURES, experts), np.float32)
@@ -214,11 +214,16 @@ def _later(values: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], 1)
 
 
+def _batch_size(steps: _Steps) -> int:
+    """Return the number of chunks in a batch."""
+    return max(1, min(BATCH, MOST_CELLS // (CHUNK * steps.used[0].size)))
+
+
 def _batches(
     steps: _Steps, chunks: list[tuple[int, int]], scale: float
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield used experts, features, targets, and a mask of passes, of some chunks each."""
-    number = max(1, min(BATCH, MOST_CELLS // (CHUNK * steps.used[0].size)))
+    number = _batch_size(steps)
     for at in range(0, len(chunks), number):
         some = chunks[at : at + number]
         length = max(end - begin for begin, end in some)
@@ -249,7 +254,7 @@ def _fit(
 ) -> None:
     """Train a network on chunks of requests."""
     optimizer = torch.optim.AdamW(network.parameters(), LEARNING_RATE, weight_decay=DECAY)
-    number = sum(1 for _ in _batches(steps, chunks, 1.0))
+    number = -(-len(chunks) // _batch_size(steps))
     rates = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, LEARNING_RATE, total_steps=config.epochs * number + 1, pct_start=0.1
     )
