@@ -57,9 +57,8 @@ def load(
     host_memory: with a GPU, the limit for the process in host memory, in the form of `memory`
     cache: size of the expert cache, instead of `memory`: "25%" of the experts, or "2GiB"
     pressure: give slots back while other processes need memory: auto (not with `cache`), on, off
-    context: most tokens of a prompt and its answer together
+    context, prompt_block: most tokens of a prompt and its answer; of a prompt in one pass ("auto")
     kv: type of the KV cache: dynamic, offloaded; int8 or int4, which change the output
-    prompt_block: tokens of a prompt in one forward pass: auto (512, on a GPU by its memory)
     disk_tables: least size of an input embedding that stays on disk, "64MiB", or "off"
     device: auto (cuda if torch has it), cpu, cuda, "cuda:0,cuda:1", fake (for tests)
     spare_devices: how many of several GPUs have no experts until `model.greenroom.use_devices`
