@@ -57,8 +57,11 @@ def attach(
     if setup.host_bytes is not None:
         release_memory()
         setup = with_host_tier(setup, config)  # measures the process again
-    progress(0.7, "making room for the experts")
-    model.greenroom = greenroom = Greenroom(model, setup)
+    step = "making room for the experts"
+    progress(0.7, step)
+    model.greenroom = greenroom = Greenroom(
+        model, setup, progress=lambda share: progress(0.7 + 0.2 * share, step)
+    )
     greenroom.original_generation_config = generation
     try:
         greenroom.compile()
