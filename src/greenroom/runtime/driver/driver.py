@@ -76,7 +76,7 @@ class Driver:
         self.meter = Meter.for_lanes(lanes, pieces.layers)
         self.request_counts = np.zeros(pieces.experts, np.int64)  # requests of each expert
         self.miss_counts = np.zeros(pieces.layers, np.int64)  # misses of each layer
-        self._tables = ResidentTables(scheduler, self.request_counts)
+        self.resident = ResidentTables(scheduler, self.request_counts)
         self.capacity_range = scheduler.capacity, scheduler.capacity  # least and most so far
         self.timeline: Timeline | None = None
         self.links, self._store, self.host_memory = links, store, host_memory
@@ -266,7 +266,7 @@ class Driver:
             return None
         with self._step_lock:
             self._begin_exclusive(interruptible=True)
-            done = self._tables.steps(layers[0], find)
+            done = self.resident.steps(layers[0], find)
             for layer in layers[: done or 0]:
                 self._note_layer(layer)
             return done

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from greenroom.core.cache.all_resident import AllResident
 from greenroom.core.pieces import Ints
 from greenroom.core.scheduler.scheduler import Scheduler
@@ -41,6 +43,23 @@ class ResidentTables:
         self._scheduler, self._request_counts = scheduler, request_counts
         self._path: AllResident | None = None  # that owns the tables
         self._addresses: tuple[int, int, int, int]
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether steps of resident experts need no decision: each expert has a slot."""
+        return self._scheduler.all_resident_path is not None
+
+    def record_use(self, chosen: Ints, layers: Sequence[int]) -> None:
+        """Record the use of experts by the next steps, within `steps`.
+
+        `chosen` are ids within a layer, [steps, top_k], of these `layers`.
+        """
+        path = self._scheduler.all_resident_path
+        assert path is not None
+        offsets = np.array(self._scheduler.view.pieces.offsets)
+        pieces = chosen + offsets[list(layers), None]
+        path.used[pieces] = path.steps + 1 + np.arange(len(pieces))[:, None]
+        self._request_counts[pieces] += 1
 
     def steps(self, layer: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
         """Compute consecutive MoE layers by `find`, while all chosen experts are resident.
