@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,7 @@ def measure(
     folder: Path, cache: str, tokens: int, prefetch: str, launches: Launches, profiled: bool
 ) -> list[str]:
     skeleton = ModelSkeleton.of(folder)
+    layers = len(skeleton.catalog.layers)
     model: Any = skeleton.load()
     model.get_input_embeddings().weight.data *= 64  # tokens, not attention, decide the routing
     slots, experts = slots_for(cache, skeleton.catalog), skeleton.catalog.experts
@@ -199,7 +201,7 @@ def measure(
             passes.decode(tokens)
             profiler.disable()
         hits, misses = clock.seconds[False], clock.seconds[True]
-        whole = [seconds / SHAPE.layers for seconds in clock.tokens]
+        whole = [seconds / layers for seconds in clock.tokens]
         ratio = model.greenroom.stats().hit_ratio
     finally:
         clock.remove()
@@ -210,7 +212,7 @@ def measure(
     def middle(seconds: list[float]) -> str:
         return f"{statistics.median(seconds) * 1e6:.0f}" if seconds else "-"
 
-    each = launches.count / max(1, len(hits) + len(misses) + len(whole) * SHAPE.layers)
+    each = launches.count / max(1, len(hits) + len(misses) + len(whole) * layers)
     return [
         f"{setup.capacity}", f"{ratio:.1%}", middle(hits), middle(clock.deferred), middle(misses),
         middle(whole), f"{each:.1f}", f"{len(hits)}", f"{len(misses)}", f"{len(whole)}",
@@ -221,15 +223,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cache", nargs="+", default=["50%", "90%", "100%"])
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=SHAPE.layers, help="of the model")
     parser.add_argument("--prefetch", default="off")
     parser.add_argument("--profile", action="store_true", help="also profiles of as many tokens")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    shape = replace(SHAPE, layers=args.layers)
     launches = Launches()
     launches.install()
     devices.engine_for = lambda setup, number: Graphs(launches)
     print(f"commit {commit()}; {machine()}\n")
-    with tempfile.TemporaryDirectory() as scratch, small_model(Path(scratch), SHAPE) as folder:
+    with tempfile.TemporaryDirectory() as scratch, small_model(Path(scratch), shape) as folder:
         rows = [
             measure(folder, cache, args.tokens, args.prefetch, launches, args.profile)
             for cache in args.cache

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from greenroom.runtime.kernels.resident.decode_pass import DecodePass, _sees_all_tokens
+from greenroom.runtime.kernels.resident.decode_pass import DecodePass, sees_all_tokens
 from greenroom.runtime.kernels.resident.fused_layers import FusedLayers
 from tests.hf.attach.test_one_token import KNOWN, ids, one_by_one, served, tokens
 
@@ -251,7 +251,7 @@ def type_of_model() -> Any:
     ],
 )
 def test_layers_that_see_some_tokens_are_known_by_the_settings(settings, all_tokens):
-    assert _sees_all_tokens(SimpleNamespace(**settings)) == all_tokens
+    assert sees_all_tokens(SimpleNamespace(**settings)) == all_tokens
 
 
 def test_an_expert_that_is_missing_is_fetched_on_the_way(computed):

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
 from greenroom.hf.kv import cache as kv
+from greenroom.hf.kv.single_token import append_token
 from greenroom.runtime.memory.system import rss_bytes
 
 CONFIG = Qwen3MoeConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=2)
@@ -28,7 +29,7 @@ def filled(tokens: int, batch: int = 1) -> DynamicCache:
 
 
 def add(cache: DynamicCache, k: torch.Tensor, v: torch.Tensor) -> None:
-    room = kv.append_token(cache, 0)
+    room = append_token(cache, 0)
     assert room is not None
     last = slice(room.tokens - 1, room.tokens)
     room.keys[:, :, last], room.values[:, :, last] = k, v
@@ -115,7 +116,7 @@ def test_nothing_is_copied_within_the_room():
     cache = DynamicCache()
     kv.make_growing(cache, 300)
     assert buffer_count(lambda c: c.update(one, one, 0), cache, 300) == 1
-    assert buffer_count(lambda c: kv.append_token(c, 0), cache, 200) == 1  # the room ends on a page
+    assert buffer_count(lambda c: append_token(c, 0), cache, 200) == 1  # the room ends on a page
     cache = DynamicCache()
     kv.make_growing(cache, 300, in_blocks=True)
     assert buffer_count(lambda c: c.update(one, one, 0), cache, 2 * kv.BLOCK) == 2
@@ -169,11 +170,11 @@ def test_bytes_of_caches_of_any_kind_are_counted():
     plain = filled(3)
     assert kv.held_bytes(plain) == 2 * 2 * 3 * 4 * 4
     kv.make_growing(plain)
-    kv.append_token(plain, 0)
+    append_token(plain, 0)
     assert kv.held_bytes(plain) == 4 * PAGESIZE  # heads, of keys and of values
     blocks = filled(3)
     kv.make_growing(blocks, in_blocks=True)
-    kv.append_token(blocks, 0)
+    append_token(blocks, 0)
     assert kv.held_bytes(blocks) == 2 * 2 * kv.BLOCK * 4 * 4
     assert kv.held_bytes(None) == 0
     static = StaticCache(CONFIG, max_cache_len=8)
@@ -196,11 +197,11 @@ def test_outgrown_tensors_are_released_layer_by_layer(freed, monkeypatch):
 
 
 def test_append_token_refuses_other_caches():
-    assert kv.append_token(StaticCache(CONFIG, max_cache_len=8), 0) is None
-    assert kv.append_token(DynamicCache(), 0) is None  # nothing in it yet
-    assert kv.append_token(filled(3), 1) is None  # no such layer yet
-    assert kv.append_token(filled(3, batch=2), 0) is None
-    assert kv.append_token(None, 0) is None
+    assert append_token(StaticCache(CONFIG, max_cache_len=8), 0) is None
+    assert append_token(DynamicCache(), 0) is None  # nothing in it yet
+    assert append_token(filled(3), 1) is None  # no such layer yet
+    assert append_token(filled(3, batch=2), 0) is None
+    assert append_token(None, 0) is None
 
 
 def sliding(tokens: int) -> DynamicCache:

@@ -15,6 +15,7 @@ from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv import sizes as kv_sizes
 from greenroom.hf.kv.kinds import CacheKind, cache_kind
 from greenroom.hf.kv.quantised import QuantisedLayer
+from greenroom.hf.kv.single_token import append_token
 from greenroom.hf.kv.sizes import KVBytes, LayerSize, kv_bytes
 from greenroom.hf.load.budget import with_host_tier
 from greenroom.hf.memory.setup import ModelSetup
@@ -102,7 +103,7 @@ def test_a_new_cache_has_room_for_the_context_and_is_where_the_model_is(skeleton
     setup = ModelSetup(skeleton.catalog, 4, context=9000, cuda=cuda, keys_values=sizes)
     cache, states = setup.empty_cache(skeleton.model.config), torch.ones(1, 2, 3, 32)
     cache.update(states, states, 0)
-    room = kv.append_token(cache, 0)
+    room = append_token(cache, 0)
     assert room is not None
     assert (room.keys.shape[2] == kv.BLOCK) == cuda
     assert cuda or room.keys.shape[2] > 9000

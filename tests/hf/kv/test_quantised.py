@@ -15,6 +15,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv.kinds import CacheKind
 from greenroom.hf.kv.quantised import QuantisedLayer
+from greenroom.hf.kv.single_token import append_token
 from greenroom.runtime.kernels.dense.kv_rows import FORMATS
 
 CONFIG = Qwen3MoeConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=2)
@@ -126,12 +127,12 @@ def test_bytes_are_those_of_the_rows(name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_token_is_appended_where_a_kernel_writes_it(name):
     cache = CacheKind(name).cache(CONFIG)
-    assert kv.append_token(cache, 0) is None  # nothing in it yet
+    assert append_token(cache, 0) is None  # nothing in it yet
     cache.update(*draw(1, 3), 0)
-    view = kv.append_token(cache, 0)
+    view = append_token(cache, 0)
     assert view is not None
     assert (view.tokens, view.format) == (4, FORMATS[name].number)
     assert view.keys.dtype is torch.uint8
     assert view.keys.shape[3] == FORMATS[name].row_bytes(WIDTHS[0])
-    kv.remove_token(cache, 0)
+    remove_token(cache, 0)
     assert cache.get_seq_length() == 3

@@ -52,13 +52,14 @@ class AllResident:
         place: Ints = self.tier_slots[slots]
         return place
 
-    def count(self, experts: int) -> None:
-        """Count a step (one layer of a pass) whose experts are all cache hits.
+    def count(self, experts: int, steps: int = 1) -> None:
+        """Count steps (layers of a pass) whose experts are all cache hits.
 
-        The caller writes the number of the step to `used` for each of its experts.
+        `experts` are those of all steps. The caller writes the number of the step to `used` for
+        each of its experts.
         """
-        self.steps += 1
-        self._counts.steps += 1
+        self.steps += steps
+        self._counts.steps += steps
         self._counts.requests += experts
         self._counts.hits += experts
 

@@ -17,7 +17,8 @@ from greenroom.core.predictor import Ids
 from greenroom.hf.attach.routers import ChangedRouters
 from greenroom.hf.attach.shared import SharedModules
 from greenroom.hf.checkpoint.pack.catalog import PackCatalog
-from greenroom.hf.kv.cache import ROOM, append_token, remove_token
+from greenroom.hf.kv.cache import ROOM
+from greenroom.hf.kv.single_token import append_token, remove_token
 from greenroom.hf.memory.approximate import approximate_layer
 from greenroom.hf.memory.budget import experts_per_token
 from greenroom.hf.memory.setup import ModelSetup

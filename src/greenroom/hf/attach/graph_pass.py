@@ -1,4 +1,4 @@
-"""A decoder's forward for one token on a GPU that is one CUDA graph, where all experts have slots.
+"""A decoder's forward for one token as one CUDA graph, where all experts have slots.
 
 An expert may not be in its slot yet. Then the token is computed again by the decoder's own forward,
 and so are the next ones until one misses nothing.
@@ -28,6 +28,7 @@ from greenroom.hf.attach.token_attention import (
     restore_attention,
 )
 from greenroom.hf.kv.cache import GrowingLayer
+from greenroom.hf.kv.single_token import count_token, token_buffers
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.token_graph import Buffers, TokenGraph
 from greenroom.runtime.forward import BINDING, Binding
@@ -49,6 +50,7 @@ class _Token(NamedTuple):
     positions: Tensor | None
     mask: Tensor | None
     layers: Sequence[GrowingLayer]
+    buffers: Buffers
     cache: Any
 
 
@@ -155,7 +157,7 @@ class GraphPass:
             if name not in ARGUMENTS and value is not None and not unasked:
                 return None
         layers: Any = getattr(cache, "layers", ())
-        if len(layers) != self._layers or not all(map(_has_room, layers)):
+        if len(layers) != self._layers or (buffers := token_buffers(layers)) is None:
             return None
         before, mask = layers[0].get_seq_length(), kwargs.get("attention_mask")
         positions = kwargs.get("position_ids")
@@ -163,7 +165,7 @@ class GraphPass:
             return None
         if before + 1 > self._room or (positions is not None and positions.shape != (1, 1)):
             return None
-        return _Token(ids, positions, mask, layers, cache)
+        return _Token(ids, positions, mask, layers, buffers, cache)
 
     def _compare(self, token: _Token, kwargs: dict[str, Any]) -> Any:
         """Compute a token by the decoder's own forward, and compare a graph's pass with it."""
@@ -174,10 +176,10 @@ class GraphPass:
             self._refused = True
             return out
         count = token.layers[0].get_seq_length() - 1
-        last = [[x[:, :, count].clone() for x in pair] for pair in _buffers(token)]
+        last = [[x[:, :, count].clone() for x in pair] for pair in token.buffers]
         try:
             graph = self._make_graph(hidden)
-            graph.set_inputs(token.ids, token.positions, token.mask, count, _buffers(token))
+            graph.set_inputs(token.ids, token.positions, token.mask, count, token.buffers)
             again = graph.compute(lambda: self._decode(graph))
             graph.read_reports(self._engine.current_stream())
             same = graph.mask_is_full and torch.equal(again, hidden)
@@ -189,7 +191,7 @@ class GraphPass:
         except NoGraph as reason:
             log.info("--device cuda: single tokens are no graph: %s", reason)
         self._refused = True
-        for pair, rows in zip(_buffers(token), last, strict=True):
+        for pair, rows in zip(token.buffers, last, strict=True):
             for tensor, row in zip(pair, rows, strict=True):
                 tensor[:, :, count] = row
         return out
@@ -213,39 +215,27 @@ class GraphPass:
         """Compute one token as a graph; None if an expert was missing, or the mask is not full."""
         self._driver.deferred.settle()
         before, results = token.layers[0].get_seq_length(), list[Tensor]()
-        graph.set_inputs(token.ids, token.positions, token.mask, before, _buffers(token))
+        graph.set_inputs(token.ids, token.positions, token.mask, before, token.buffers)
 
         def find(tables: SlotTables) -> Sequence[int]:
-            result = graph.replay(lambda: self._decode(graph))
+            results.append(graph.replay(lambda: self._decode(graph)))
             reports = graph.read_reports(self._engine.current_stream())
             if not graph.mask_is_full or not (reports & 1).all():
                 return ()
-            results.append(result)
             self._record(reports >> 1, graph.moe_layers)
             return [reports.shape[1]] * len(reports)
 
-        layers = [binding.layer for binding in self._bindings]
-        if not self._driver.resident_steps(layers, find):
+        if not self._driver.resident_steps(graph.moe_layers, find):
             return None
-        for layer in token.layers:
-            layer.count_token()
+        count_token(token.layers)
         return results[0]
 
     def _record(self, chosen: NDArray[np.int64], layers: Sequence[int]) -> None:
         """Record the use of experts: chosen [MoE layers, top_k], in the order of `layers`."""
         self._driver.resident.record_use(chosen, layers)
-        for layer, experts in zip(layers, chosen, strict=True):
-            if (observe := self._bindings[layer].on_routing) is not None:
+        if (observe := self._bindings[0].on_routing) is not None:
+            for layer, experts in zip(layers, chosen, strict=True):
                 observe(layer, experts[None].copy())
-
-
-def _buffers(token: _Token) -> Buffers:
-    return [layer.buffers for layer in token.layers]
-
-
-def _has_room(layer: Any) -> bool:
-    """Tell whether one token's keys and values can be added to a layer of a KV cache in place."""
-    return isinstance(layer, GrowingLayer) and layer.has_room
 
 
 def _can_be_graph(config: Any) -> bool:

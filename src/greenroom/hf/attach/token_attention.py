@@ -1,7 +1,8 @@
-"""Attention of single tokens on a GPU, by a kernel whose bits do not depend on the KV cache's room.
+"""Attention of single tokens on a GPU, by the kernel that CUDA graphs need.
 
-It takes the place of torch's attention in passes of one token through decoders that can be one
-CUDA graph (`graph_pass`), with and without a graph. So the bits are the same in both.
+Its bits do not depend on the KV cache's room. It takes the place of torch's attention in passes of
+one token through decoders that can be one graph (`graph_pass`), with and without a graph. So the
+bits are the same in both.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class NoGraph(Exception):
 
 
 class GraphCache(DynamicCache):
-    """What layers see as their KV cache in a graph: keys and values are stored by the attention.
+    """KV cache that layers see in a graph, which stores nothing: the attention does.
 
     layer:  the layer of the last update
     states: its keys and values

@@ -118,22 +118,6 @@ class GrowingLayer(DynamicLayer):
         self._add(tokens, *like)
         return self._tensors()
 
-    @property
-    def has_room(self) -> bool:
-        """Return whether one token of one sequence fits in place, without a change of form."""
-        plain = self._buffers is not None and self._is_single and not self.format_number
-        return plain and self._count < self._most
-
-    @property
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        """Return the tensors of keys and of values, with their room, where `has_room` is true."""
-        assert self._buffers is not None
-        return self._buffers
-
-    def count_token(self) -> None:
-        """Count a token that a kernel has written behind the others."""
-        self._count, self._views = self._count + 1, None
-
     def append_token(self) -> KeyValueView | None:
         """Add room for one token to a KV cache layer.
 
@@ -147,7 +131,7 @@ class GrowingLayer(DynamicLayer):
                 return None
             self._make(self.get_seq_length() + 1, (keys, values))
             assert self._buffers is not None
-        self.count_token()
+        self._count, self._views = self._count + 1, None
         return KeyValueView(*self._buffers, self._count, self.format_number)
 
     def _add(self, tokens: int, *like: Tensor) -> None:
@@ -279,28 +263,6 @@ def _grown(
     replace: Callable[[DynamicLayer, int, bool], GrowingLayer], room: int, in_blocks: bool
 ) -> GrowingLayer:
     return replace(DynamicLayer(), room, in_blocks)
-
-
-def append_token(cache: Any, layer_idx: int) -> KeyValueView | None:
-    """Add room for one token to a layer of a KV cache.
-
-    A kernel writes the token's keys and values later. Returns the layer's tensors and its new
-    number of tokens. If the cache is of another kind, empty, or of several sequences, it is not
-    changed, and the result is None.
-    """
-    if type(cache) is not DynamicCache or cache.offloading or layer_idx >= len(cache.layers):
-        return None
-    layer = cache.layers[layer_idx]
-    if type(layer) is DynamicLayer:
-        layer = cache.layers[layer_idx] = GrowingLayer.of(layer)
-    if not isinstance(layer, GrowingLayer) or not layer.is_initialized:
-        return None
-    return layer.append_token()
-
-
-def remove_token(cache: Any, layer_idx: int) -> None:
-    """Remove the last token, which `append_token` added, from one layer of a KV cache."""
-    cache.layers[layer_idx].crop(-1)
 
 
 def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:

@@ -74,10 +74,11 @@ class TokenGraph:
             self._reports = engine.host_numbers(moe_layers * top_k)
             self._full = engine.host_numbers(1)  # 1: the mask has all tokens
         self._report = self._reports.numpy().reshape(moe_layers, top_k)
-        self._top_k, self._number = top_k, 0
+        self._top_k, self._number, self._has_mask = top_k, 0, False
         self.shapes: list[tuple[int, int, int]] = []
         self._keys: list[weakref.ref[Tensor]] = []  # those of which `fields` has the addresses
         self._launches: dict[int, Any] = {}  # of each MoE layer's experts
+        self.moe_layers: list[int] = []  # in the order of their launches
         self._replay: Callable[[], None] | None = None
 
     def set_inputs(
@@ -92,9 +93,10 @@ class TokenGraph:
 
         Without `positions` the position is `before`, the number of tokens before this one.
         """
-        if len(self._keys) != len(buffers) or any(
-            known() is not keys for known, (keys, _) in zip(self._keys, buffers, strict=True)
-        ):
+        same = len(self._keys) == len(buffers)
+        for reference, (keys, _) in zip(self._keys, buffers, strict=False):
+            same &= reference() is keys
+        if not same:
             rows = [
                 [keys.data_ptr(), values.data_ptr(), keys.stride(1), values.stride(1)]
                 for keys, values in buffers
@@ -110,15 +112,14 @@ class TokenGraph:
             self.positions.fill_(before)
         else:
             self.positions.copy_(positions)
-        if mask is None:
-            self._full.fill_(1)
-        else:  # there before the pass reports, so nothing waits for it
+        self._has_mask = mask is not None
+        if mask is not None:  # there before the pass reports, so nothing waits for it
             self._full.copy_(mask.all().to(torch.int64).view(1), non_blocking=True)
 
     @property
     def mask_is_full(self) -> bool:
         """Tell, once the pass has reported, whether the mask of padding has all tokens."""
-        return bool(self._full.numpy()[0])
+        return not self._has_mask or bool(self._full.numpy()[0])
 
     def launch_experts(
         self, layer: int, make: MakeLaunches, x: Tensor, index: Tensor, weights: Tensor
@@ -130,6 +131,7 @@ class TokenGraph:
         if layer not in self._launches:
             first = len(self._launches) * self._top_k
             self._launches[layer] = make(self._reports[first : first + self._top_k])
+            self.moe_layers.append(layer)
         result: Tensor = self._launches[layer].run(x, index, weights)
         return result
 
@@ -168,16 +170,11 @@ class TokenGraph:
         Each is twice the expert's number, plus 1 if the expert was in a slot. Raises DeviceError
         if the device has done all work without a report.
         """
-        looks, report = 0, self._report
-        while not (report >> 32 == self._number).all():
+        looks, number = 0, self._number << 32
+        while (report := self._report - number).min() < 0:  # reports of passes before are less
             looks += 1
             idle = looks % PATIENCE == 0 and self._engine.is_idle(stream)
-            if idle and not (report >> 32 == self._number).all():
+            if idle and (self._report - number).min() < 0:
                 raise DeviceError("the GPU failed: it has not reported a token's experts")
             time.sleep(0)  # threads that move experts need Python's lock
-        return report & 0xFFFFFFFF
-
-    @property
-    def moe_layers(self) -> list[int]:
-        """Return the model's MoE layers in the order of their launches."""
-        return list(self._launches)
+        return report

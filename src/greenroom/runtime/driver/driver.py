@@ -180,7 +180,7 @@ class Driver:
             return
         with self._step_lock:
             self._begin_exclusive(interruptible=True)
-            self._note_layer(layer)
+            self._note_layers(layer, layer)
             pieces = experts + self.pieces.offsets[layer]
             self.request_counts[pieces] += 1
             path = self.scheduler.all_resident_path
@@ -267,8 +267,8 @@ class Driver:
         with self._step_lock:
             self._begin_exclusive(interruptible=True)
             done = self.resident.steps(layers[0], find)
-            for layer in layers[: done or 0]:
-                self._note_layer(layer)
+            if done:
+                self._note_layers(layers[0], layers[done - 1])
             return done
 
     def send(self, event: Event) -> None:
@@ -297,10 +297,10 @@ class Driver:
         self.capacity_range = min(least, capacity), max(most, capacity)
         self.predictions.resized()
 
-    def _note_layer(self, layer: int) -> None:
+    def _note_layers(self, first: int, last: int) -> None:
         """Count forward passes: a layer that is not after the previous one begins a pass."""
-        self._pass += layer <= self._layer
-        self._layer = layer
+        self._pass += first <= self._layer
+        self._layer = last
         self.meter.passes = self._pass + 1
 
     def _begin_exclusive(self, interruptible: bool = False) -> None:

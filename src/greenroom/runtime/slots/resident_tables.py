@@ -43,6 +43,8 @@ class ResidentTables:
         self._scheduler, self._request_counts = scheduler, request_counts
         self._path: AllResident | None = None  # that owns the tables
         self._addresses: tuple[int, int, int, int]
+        self._layers: Sequence[int] = ()  # those of `_first` and `_rank`
+        self._first = self._rank = np.zeros((0, 1), np.int64)
 
     @property
     def is_open(self) -> bool:
@@ -56,9 +58,12 @@ class ResidentTables:
         """
         path = self._scheduler.all_resident_path
         assert path is not None
-        offsets = np.array(self._scheduler.view.pieces.offsets)
-        pieces = chosen + offsets[list(layers), None]
-        path.used[pieces] = path.steps + 1 + np.arange(len(pieces))[:, None]
+        if layers is not self._layers:  # arrays of a few numbers cost a microsecond each
+            offsets, self._layers = self._scheduler.view.pieces.offsets, layers
+            self._first = np.array([offsets[layer] for layer in layers])[:, None]
+            self._rank = np.arange(1, len(layers) + 1)[:, None]
+        pieces = chosen + self._first
+        path.used[pieces] = self._rank + path.steps
         self._request_counts[pieces] += 1
 
     def steps(self, layer: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
@@ -83,6 +88,5 @@ class ResidentTables:
             self._path = path
         first = self._scheduler.view.pieces.offsets[layer]
         counts = find(SlotTables(first, *self._addresses, path.steps + 1))
-        for experts in counts:
-            path.count(experts)
+        path.count(sum(counts), len(counts))
         return len(counts)

@@ -26,7 +26,7 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeAttention
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
-from greenroom.hf.kv.cache import append_token
+from greenroom.hf.kv.single_token import append_token
 from greenroom.runtime.kernels.dense.accelerate import accelerate
 from greenroom.runtime.kernels.dense.attention import is_common_attention
 

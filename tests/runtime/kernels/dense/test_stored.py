@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 from greenroom.core.layout import SlotLayout
-from greenroom.hf.kv.cache import append_token
+from greenroom.hf.kv.single_token import append_token
 from greenroom.runtime.kernels.dense import accelerate as accelerated
 from greenroom.runtime.kernels.dense.accelerate import FEW, accelerate
 from greenroom.runtime.kernels.dense.stored import (

@@ -1,4 +1,4 @@
-"""Attention of one token on a GPU, whose bits do not depend on the room for further tokens.
+"""Attention of one token, whose bits do not depend on the room for further tokens.
 
 Keys and values are divided into splits of 256 tokens. A program computes the attention of a key
 head's queries over one split; a second launch merges the splits in order (flash decoding). Programs
@@ -106,7 +106,7 @@ def merge(
 
 @triton.jit
 def append(k, v, fields, position, D: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr):
-    """Write one token's keys k [heads, D] and values v [heads, V] behind those before it."""
+    """Write a token's keys k [heads, D] and values v [heads, V] behind earlier ones."""
     head, at = tl.program_id(0), tl.load(position).to(tl.int64)
     keys, values = tl.load(fields).to(k.dtype), tl.load(fields + 1).to(v.dtype)
     keys += head * tl.load(fields + 2) + at * D
@@ -135,7 +135,7 @@ def attend_in_place(
     query: Tensor, key: Tensor, value: Tensor, fields: Tensor, position: Tensor, scale: float,
     room: int,
 ) -> Tensor:  # fmt: skip
-    """Append a token's keys and values to those before it, and return its attention to all tokens.
+    """Append a token's keys and values, and return its attention to all tokens.
 
     query [1, heads, 1, D], key [1, key heads, 1, D] and value [1, key heads, 1, V] of the token
     fields:   [4] int64: addresses of the tensors of keys and values [1, key heads, any, D or V],
