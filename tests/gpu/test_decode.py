@@ -45,6 +45,31 @@ def test_bits_are_those_of_routing_on_the_host(name, monkeypatch, caplog):
         assert torch.equal(each, expected)
 
 
+def test_a_token_is_one_graph(caplog):
+    """With the bits of passes that load experts; it follows the KV cache of each request."""
+    folder, found = str(cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True)), []
+    for cache in ("100%", "25%"):
+        model, _ = greenroom.load(
+            folder, device="cuda", cache=cache, prefetch="off", kernels="triton"
+        )
+        try:
+            with torch.inference_mode(), caplog.at_level(logging.WARNING):
+                caches = [model(prompt(), use_cache=True).past_key_values for _ in range(2)]
+                for n, token in enumerate(prompt()[0].repeat(60)):  # the KV cache grows
+                    keys = caches[n % 3 == 0]
+                    out = model(token.view(1, 1), past_key_values=keys, use_cache=True)
+                    found.append(out.logits)
+            graph = model.greenroom.bindings._graph
+            assert not graph._refused
+            assert (graph._threads.graph is not None) == (cache == "100%")
+        finally:
+            model.greenroom.detach()
+    assert "as a graph" not in caplog.text
+    half = len(found) // 2
+    assert half * 2 == len(found)
+    assert all(map(torch.equal, found[:half], found[half:]))
+
+
 @pytest.mark.parametrize("cache", ["100%", "25%"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_a_decode_pass_waits_for_no_operation(name, cache):

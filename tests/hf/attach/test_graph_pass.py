@@ -229,7 +229,26 @@ def test_other_models_and_detached_ones_keep_their_forward(name, monkeypatch):
     with placed_lru(name, monkeypatch, 1000) as model:
         graph = model.greenroom.bindings._graph
         assert (graph is None) == (name == "gpt_oss")  # which has windows and sinks
+        model.greenroom.compile()
         decoder = model.get_decoder()
         assert ("forward" in vars(decoder)) == (graph is not None)
     assert "forward" not in vars(decoder)
     assert not [m for m in decoder.modules() if MARK in vars(m)]
+
+
+def test_bits_do_not_depend_on_options_that_exclude_graphs(monkeypatch):
+    """Policies that use gate weights read the choice on the host; attention stays the same."""
+    logits = []
+    for policy in ("lru", "moe-infinity"):
+        with (
+            placed(
+                "qwen3_moe", monkeypatch, kernels="triton", capacity=1000, policy=policy
+            ) as model,
+            torch.inference_mode(),
+        ):
+            graph = model.greenroom.bindings._graph
+            assert all(each.token_launches for each in graph._bindings) == (policy == "lru")
+            marked = [module for module in model.modules() if MARK in vars(module)]
+            assert len(marked) == model.config.num_hidden_layers
+            logits.append(tokens_of(model, prompt(model), TOKENS))
+    assert all(map(torch.equal, *logits))

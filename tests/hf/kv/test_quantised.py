@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv.kinds import CacheKind
 from greenroom.hf.kv.quantised import QuantisedLayer
-from greenroom.hf.kv.single_token import append_token
+from greenroom.hf.kv.single_token import append_token, remove_token
 from greenroom.runtime.kernels.dense.kv_rows import FORMATS
 
 CONFIG = Qwen3MoeConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=2)

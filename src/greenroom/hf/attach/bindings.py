@@ -130,11 +130,12 @@ class Bindings:
                 for module in list(model.modules()):
                     if (decode_pass := DecodePass.of(module, fused)) is not None:
                         self.accelerated.add_pass(module, decode_pass.forward)
-        if self.kernel.name == GPU_KERNEL and self._setup.approximation is None:
+        if self.kernel.name == GPU_KERNEL:
             from greenroom.hf.attach.graph_pass import GraphPass  # which imports Triton
 
             room, top_k = max(self._setup.context, ROOM), experts_per_token(model)
-            self._graph = GraphPass.of(model, self.modules, self._engine, top_k, room)
+            exact = self._setup.approximation is None
+            self._graph = GraphPass.of(model, self.modules, self._engine, top_k, room, exact)
         self.kernel_description = describe_kernel(
             self.kernel, self.experts, self._setup.kernel_fallback
         )
@@ -250,6 +251,8 @@ class Bindings:
                 step = trial_step(kernel, binding.experts, self._engine, tokens)
                 kernel.compute_group(step, *arguments)
                 kernel.combine(step)
+        if self._graph is not None:
+            self._graph.compile()
         if binding.token_launches is not None:
             x, weights = (
                 torch.zeros(1, n, dtype=binding.experts.dtype, device=self._engine.device)

@@ -3,9 +3,9 @@
 An expert may not be in its slot yet. Then the token is computed again by the decoder's own forward,
 and so are the next ones until one misses nothing.
 
-The graph is made of the decoder's own forward. It is compared with a pass without a graph first: if
+The graph is made of the decoder's own forward, and is compared with it for the first token: if
 their results differ, or if the graph cannot be made, the decoder keeps its forward. Attention is
-that of `token_attention` in both, so it does not depend on the memory which of them computes.
+that of `token_attention` in both, so bits do not depend on which of them computes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.token_graph import Buffers, TokenGraph
 from greenroom.runtime.forward import BINDING, Binding
 from greenroom.runtime.kernels.resident.decode_pass import ARGUMENTS, kind_of, sees_all_tokens
+from greenroom.runtime.kernels.triton.token_attention import attend_to_all, is_supported
 from greenroom.runtime.slots.resident_tables import SlotTables
 
 PARTS = {"embedding", "rotary", "norm", "layers"}  # a decoder that consists of others is left alone
@@ -76,11 +77,14 @@ class GraphPass:
         engine: Engine,
         top_k: int,
         room: int,
+        exact: bool,
     ) -> None:
-        """Replace the forward of a decoder; `bindings` are those of its experts modules.
+        """Replace the attention of a decoder, and its forward if experts can be found by a device.
 
-        top_k: experts that a token uses in a layer
-        room:  the most tokens of a KV cache
+        bindings: those of the decoder's experts modules
+        top_k:    experts that a token uses in a layer
+        room:     the most tokens of a KV cache
+        exact:    experts are those that the routers choose; else there is no graph
         """
         self._decoder, self._bindings, self._engine = decoder, bindings, engine
         self._top_k, self._room = top_k, room
@@ -89,26 +93,42 @@ class GraphPass:
         self._layers: int = config.num_hidden_layers
         self._original: Callable[..., Any] = decoder.forward
         self._threads, self._refused = _Graphs(), False
-        replace_attention(decoder)
-        decoder.forward = self.forward
+        replace_attention(decoder)  # also without graphs: bits do not depend on a run's options
+        if exact and all(binding.token_launches is not None for binding in bindings):
+            decoder.forward = self.forward
 
     @staticmethod
     def of(
-        model: nn.Module, modules: Sequence[nn.Module], engine: Engine, top_k: int, room: int
+        model: nn.Module,
+        modules: Sequence[nn.Module],
+        engine: Engine,
+        top_k: int,
+        room: int,
+        exact: bool,
     ) -> GraphPass | None:
-        """Replace the forward of a model's decoder; None if it cannot be a graph.
+        """Replace attention and forward of a model's decoder; None if it cannot be a graph.
 
         modules: the model's experts modules; the other arguments are those of `GraphPass`
         """
         bindings: list[Binding] = [getattr(module, BINDING) for module in modules]
-        if any(binding.token_launches is None for binding in bindings):
-            return None
         for decoder in model.modules():
             kinds = [kind_of(part) for part in decoder._modules.values() if part is not None]
-            if sorted(kinds) == sorted(PARTS) and set(modules) <= set(decoder.modules()):
-                fits = _can_be_graph(decoder.config)
-                return GraphPass(decoder, bindings, engine, top_k, room) if fits else None
+            known = sorted(kinds) == sorted(PARTS) and set(modules) <= set(decoder.modules())
+            if known and _can_be_graph(decoder.config):
+                return GraphPass(decoder, bindings, engine, top_k, room, exact)
         return None
+
+    def compile(self) -> None:
+        """Compile the attention of single tokens now, by a trial computation."""
+        config: Any = self._settings[0]
+        heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        query, keys = (
+            torch.zeros(1, count, 1, width, dtype=config.dtype, device=self._engine.device)
+            for count in (heads, groups or heads)
+        )
+        if is_supported(query, keys, keys):
+            attend_to_all(query, keys, keys, 1.0)
 
     def detach(self) -> None:
         """Give the decoder its own forward and attention back."""
@@ -180,10 +200,11 @@ class GraphPass:
         try:
             graph = self._make_graph(hidden)
             graph.set_inputs(token.ids, token.positions, token.mask, count, token.buffers)
-            again = graph.compute(lambda: self._decode(graph))
-            graph.read_reports(self._engine.current_stream())
-            same = graph.mask_is_full and torch.equal(again, hidden)
-            if same:
+            results = []
+            for compute in (graph.compute, graph.replay):  # kernel by kernel, then as a graph
+                results.append(compute(lambda: self._decode(graph)))
+                graph.read_reports(self._engine.current_stream())
+            if graph.mask_is_full and all(torch.equal(each, hidden) for each in results):
                 self._threads.graph, self._threads.output = graph, type(out)
                 return out
             what = type(self._decoder).__name__
@@ -218,6 +239,8 @@ class GraphPass:
         graph.set_inputs(token.ids, token.positions, token.mask, before, token.buffers)
 
         def find(tables: SlotTables) -> Sequence[int]:
+            if (table := self._driver.changes.table) is not None:
+                table.follow_stream()
             results.append(graph.replay(lambda: self._decode(graph)))
             reports = graph.read_reports(self._engine.current_stream())
             if not graph.mask_is_full or not (reports & 1).all():

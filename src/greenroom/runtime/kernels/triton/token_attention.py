@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from greenroom.runtime.kernels.triton.kernel import Launch
+from greenroom.runtime.kernels.triton.kernel import Launch, on_device
 from greenroom.runtime.kernels.triton.programs import dot
 
 SPLIT: tl.constexpr = tl.constexpr(256)  # tokens
@@ -21,7 +21,7 @@ BLOCK: tl.constexpr = tl.constexpr(64)  # tokens that a program computes at a ti
 WIDEST = 256  # channels of a head
 
 
-@triton.jit(do_not_specialize=("tokens",))
+@triton.jit(do_not_specialize=("tokens", "splits"))
 def attend(
     q, keys, values, fields, position, parts, tokens, key_stride, value_stride, scale, splits,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
@@ -82,7 +82,7 @@ def attend(
         tl.store(part + V + 1, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=("tokens",))
+@triton.jit(do_not_specialize=("tokens", "splits"))
 def merge(
     parts, out, position, tokens, splits, V: tl.constexpr, VALUES: tl.constexpr,
     INDIRECT: tl.constexpr,
@@ -148,8 +148,9 @@ def attend_in_place(
     sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
     width = triton.next_power_of_2(max(sizes[2:]))
     constants = {"D": sizes[2], "V": sizes[3], "WIDTH": width, "num_warps": 1}
-    Launch(append, (sizes[1], 1), (key.contiguous(), value.contiguous(), fields, position),
-           constants).start()  # fmt: skip
+    tensors = key.contiguous(), value.contiguous(), fields, position
+    with on_device(query.device):
+        Launch(append, (sizes[1], 1), tensors, constants).start()
     splits = -(-room // SPLIT.value)
     return _launch(
         query, key, value, fields, position, 1, 0, 0, scale, splits, sizes, indirect=True
@@ -166,17 +167,19 @@ def _launch(
     out = query.new_empty(1, 1, heads, values_width)
     group, powers = heads // key_heads, map(triton.next_power_of_2, (width, values_width))
     padded, padded_values = (max(16, power) for power in powers)
-    constants = {"V": values_width, "VALUES": padded_values, "INDIRECT": indirect, "num_warps": 4}
+    constants = {
+        "V": values_width, "VALUES": padded_values, "INDIRECT": indirect, "num_warps": 4,
+        "enable_fp_fusion": False,  # so that both variants round alike
+    }  # fmt: skip
     arguments = query.contiguous(), keys, values, fields, position, parts, tokens, key_stride
     of_attend = {
         "G": group, "D": width, "ROWS": max(16, triton.next_power_of_2(group)), "WIDTH": padded,
         "WIDE": query.device.type == "cpu",
     }  # fmt: skip
-    Launch(
-        attend, (key_heads, splits), (*arguments, value_stride, scale, splits),
-        constants | of_attend,
-    ).start()  # fmt: skip
-    Launch(merge, (heads, 1), (parts, out, position, tokens, splits), constants).start()
+    with on_device(query.device):
+        of_queries = *arguments, value_stride, scale, splits
+        Launch(attend, (key_heads, splits), of_queries, constants | of_attend).start()
+        Launch(merge, (heads, 1), (parts, out, position, tokens, splits), constants).start()
     return out
 
 

@@ -117,10 +117,11 @@ class TokenLaunches:
 
         Nothing else uses these launches. Arguments are those of `start`.
         """
-        self._x.copy_(x)
-        self._index.copy_(index)
-        self._weights.copy_(weights)
-        self._compute()
+        with on_device(self._device):
+            self._x.copy_(x)
+            self._index.copy_(index)
+            self._weights.copy_(weights)
+            self._compute()
         return self._result
 
     def _capture(self) -> None:

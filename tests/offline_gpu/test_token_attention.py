@@ -1,0 +1,118 @@
+"""Attention of one token, compiled without a GPU: machine code, and how often it is compiled."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from greenroom.runtime.kernels.triton import token_attention
+from tests.offline_gpu.compiler import LANES, examine, run, specialize
+from tests.offline_gpu.launches import Launch
+from tests.offline_gpu.limits import SHARED
+from tests.offline_gpu.listing import operation, read_listing
+
+# Heads, key heads, and their width.
+MODELS = {"qwen3-30b-a3b": (32, 4, 128), "olmoe-1b-7b": (16, 16, 128), "mixtral-8x7b": (32, 8, 128)}
+ROOM = 4096
+FLOATING = {"FADD", "FMUL", "FFMA", "FMNMX", "FMNMX3", "MUFU", "HMMA", "HGMMA", "FSETP", "FSEL"}
+
+
+def launches(
+    model: str, in_place: bool, monkeypatch: pytest.MonkeyPatch, tokens: int = 300
+) -> list[Launch]:
+    """The launches of one token's attention, with tensors that are not there."""
+    recorded: list[Launch] = []
+
+    class Recorder:
+        def __init__(self, program: Any, grid: Any, arguments: Any, constants: Any) -> None:
+            label = program.fn.__name__
+            recorded.append(Launch(label, "plain", program, arguments, constants))
+
+        def start(self) -> None: ...
+
+    monkeypatch.setattr(token_attention, "Launch", Recorder)
+    heads, key_heads, width = MODELS[model]
+    room = -(-tokens // 256) * 256
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    query, keys = empty(1, heads, 1, width), empty(1, key_heads, room, width)[:, :, :tokens]
+    if in_place:
+        new, numbers = keys[:, :, :1], (empty(n, dtype=torch.int64) for n in (4, 1))
+        token_attention.attend_in_place(query, new, new, *numbers, 0.1, ROOM)
+    else:
+        token_attention.attend_to_all(query, keys, keys, 0.1)
+    return recorded
+
+
+@pytest.mark.offline_gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_machine_code_is_within_its_limits(architecture, in_place, monkeypatch):
+    assert not triton.knobs.runtime.interpret, "run it by make check-gpu-offline"
+    for launch in launches("qwen3-30b-a3b", in_place, monkeypatch):
+        found = examine(launch, architecture)
+        assert not found.spills
+        assert found.shared <= SHARED[architecture][0]
+        assert not found.byte_loads
+        if launch.label == "attend":
+            assert found.wide_bytes > 0  # keys and values, by 128 bits
+            assert found.tensor_cores
+
+
+def arithmetic(launch: Launch, architecture: int) -> list[str]:
+    """The floating-point operations of a launch's machine code, in order."""
+    _, source, options = specialize(launch, architecture)
+    target = GPUTarget("cuda", architecture, LANES)
+    compiled = triton.compile(source, target=target, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        names = [
+            operation(each) for each in read_listing(run("nvdisasm", "-c", cubin.name)).instructions
+        ]
+    return [name for name in names if name in FLOATING]
+
+
+@pytest.mark.offline_gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_a_graph_s_kernels_round_as_those_without_a_graph(architecture, monkeypatch):
+    """Neither fuses other operations, nor takes another order of sums."""
+    once, again = (
+        [arithmetic(each, architecture) for each in made if each.label != "append"]
+        for made in (launches("qwen3-30b-a3b", kind, monkeypatch) for kind in (False, True))
+    )
+    assert [Counter(each) for each in once] == [Counter(each) for each in again]
+    assert sum(map(len, once)) > 50
+
+
+@pytest.mark.offline_gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", ["olmoe-1b-7b", "mixtral-8x7b"])
+def test_other_numbers_of_heads_fit_too(model, monkeypatch):
+    for launch in launches(model, False, monkeypatch):
+        found = examine(launch, 80)
+        assert not found.spills
+        assert found.wide_bytes > 0 or launch.label != "attend"
+
+
+@pytest.mark.offline_gpu
+def test_kernels_are_compiled_once_for_any_number_of_tokens(monkeypatch):
+    keys = {
+        (launch.label, specialize(launch, 90)[0])
+        for tokens in (2, 16, 17, 255, 256, 257, 4096, 5000)
+        for launch in launches("qwen3-30b-a3b", False, monkeypatch, tokens)
+    }
+    assert len(keys) == 2
