@@ -113,8 +113,8 @@ class GraphPass:
         bindings: list[Binding] = [getattr(module, BINDING) for module in modules]
         for decoder in model.modules():
             kinds = [kind_of(part) for part in decoder._modules.values() if part is not None]
-            known = sorted(kinds) == sorted(PARTS) and set(modules) <= set(decoder.modules())
-            if known and _can_be_graph(decoder.config):
+            fits = sorted(kinds) == sorted(PARTS) and set(modules) <= set(decoder.modules())
+            if fits and _can_be_graph(decoder.config):
                 return GraphPass(decoder, bindings, engine, top_k, room, exact)
         return None
 
