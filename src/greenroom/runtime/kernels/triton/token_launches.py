@@ -123,7 +123,7 @@ class TokenLaunches:
 
         Nothing else uses these launches. Arguments are those of `start`.
         """
-        with on_device(self._device):
+        with self._table.lock, on_device(self._device):
             self._x.copy_(x)
             self._index.copy_(index)
             self._weights.copy_(weights)
