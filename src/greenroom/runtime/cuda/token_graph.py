@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,7 @@ class TokenGraph:
         self._launches: dict[int, Any] = {}  # of each MoE layer's experts
         self.moe_layers: list[int] = []  # in the order of their launches
         self._replay: Callable[[], None] | None = None
+        self._counts_agree = True  # of look-ups here and on the device
 
     def set_inputs(
         self,
@@ -137,9 +138,9 @@ class TokenGraph:
 
     def compute(self, decode: Callable[[], Tensor]) -> Tensor:
         """Compute the pass by `decode`, kernel by kernel; return a copy of its result."""
-        self._number += 1
-        self._run(decode)
-        return self._hidden.clone()
+        self._look_up_by(lambda: self._run(decode))
+        with self._in_order():
+            return self._hidden.clone()
 
     def replay(self, decode: Callable[[], Tensor]) -> Tensor:
         """Launch the pass as a graph, captured from `decode` at the first call.
@@ -148,9 +149,26 @@ class TokenGraph:
         """
         if self._replay is None:
             self._replay = self._engine.capture(lambda: self._run(decode))
-        self._number += 1
-        self._replay()
-        return self._hidden.clone()
+        with self._in_order():
+            self._look_up_by(self._replay)
+            return self._hidden.clone()
+
+    def _in_order(self) -> AbstractContextManager[None]:
+        """Return a context in which launches are in order with changes of the table of slots."""
+        context: AbstractContextManager[None] = self._launches[self.moe_layers[0]].in_order()
+        return context
+
+    def _look_up_by(self, launch: Callable[[], None]) -> None:
+        """Launch a pass, with a look-up in each MoE layer, and count it.
+
+        After an exception here, such as an interrupt, the device's counts may differ from this one.
+        """
+        if not self._counts_agree:
+            for each in self._launches.values():
+                each.set_count(self._number)
+        self._counts_agree, self._number = False, self._number + 1
+        launch()
+        self._counts_agree = True
 
     def _run(self, decode: Callable[[], Tensor]) -> None:
         with self._activated():

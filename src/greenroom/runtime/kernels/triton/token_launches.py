@@ -7,9 +7,10 @@ and the products again as they arrive.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,11 +106,7 @@ class TokenLaunches:
         x [1, H], index and weights [1, top_k]; the result [1, H] is complete if all experts are in
         slots.
         """
-        with self._table.lock, on_device(self._device):
-            self._table.follow_stream()
-            if self._stream != self._table.stream:
-                self._stream = self._table.stream
-                self._hold_report()
+        with self.in_order():
             if self._number and not self._in_graphs:
                 self._capture()
             self._x.copy_(x)
@@ -129,6 +126,24 @@ class TokenLaunches:
             self._weights.copy_(weights)
             self._compute()
         return self._result
+
+    @contextlib.contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Return a context whose launches are in order with changes of slots.
+
+        They are behind all changes before, on the calling thread's stream; no slot changes
+        meanwhile.
+        """
+        with self._table.lock, on_device(self._device):
+            self._table.follow_stream()
+            if self._stream != self._table.stream:
+                self._stream = self._table.stream
+                self._hold_report()
+            yield
+
+    def set_count(self, number: int) -> None:
+        """Set the device's count of look-ups."""
+        self._number_there.fill_(number)
 
     def _hold_report(self) -> None:
         """Copy from the report's memory on the current stream, which torch then remembers.
@@ -151,7 +166,7 @@ class TokenLaunches:
         After an exception here, such as an interrupt, the device's count may differ from this one.
         """
         if not self._counts_agree:
-            self._number_there.fill_(self._number)
+            self.set_count(self._number)
         self._counts_agree, self._number = False, self._number + 1
         launch()
         self._counts_agree = True
@@ -161,8 +176,7 @@ class TokenLaunches:
 
         `experts` are some of them, in `slots`; raises DeviceError if the table does not say so.
         """
-        with self._table.lock, on_device(self._device):
-            self._table.follow_stream()
+        with self.in_order():
             for expert, slot in zip(experts, slots, strict=True):
                 if self._table.slot_of(self._first + expert) != slot:
                     raise DeviceError(f"the table of slots has expert {expert} not in slot {slot}")
@@ -170,8 +184,7 @@ class TokenLaunches:
 
     def sum(self) -> Tensor:
         """Launch the sum over all experts, after `start_again`; return it: [1, H]."""
-        with self._table.lock, on_device(self._device):
-            self._table.follow_stream()
+        with self.in_order():
             self._sequences[2]()
             return self._result.clone()
 

@@ -1,0 +1,78 @@
+"""A token's graph: the order of its launches, and counts after interrupts; stubs take the place
+of the experts' launches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.token_graph import TokenGraph
+
+LAYERS, TOP_K = 3, 2
+
+
+class Launches:
+    """A layer's launches, which report that all experts are in slots; `did` is of all layers."""
+
+    def __init__(self, report: torch.Tensor, did: list[str]) -> None:
+        self.report, self.number, self.did = report, 0, did
+
+    def run(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        self.number += 1
+        self.report[:] = self.number << 32 | 1
+        self.did.append("run")
+        return x
+
+    @contextlib.contextmanager
+    def in_order(self) -> Iterator[None]:
+        self.did.append("order")
+        yield
+
+    def set_count(self, number: int) -> None:
+        self.number = number
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.did, self.interrupted_at = list[str](), LAYERS
+        hidden = torch.zeros(1, 1, 4)
+        self.graph = TokenGraph(Engine(), LAYERS, LAYERS, TOP_K, 8, hidden, None)
+
+    def decode(self) -> torch.Tensor:
+        x = torch.ones(1, 4)
+        for layer in range(LAYERS):
+            if layer == self.interrupted_at:
+                raise KeyboardInterrupt
+            make = lambda report: Launches(report, self.did)  # noqa: E731
+            x = self.graph.launch_experts(layer, make, x, x, x)
+        return x[None]
+
+    def reports(self) -> list[list[int]]:
+        return self.graph.read_reports(None).tolist()
+
+
+def test_a_replay_is_in_order_with_changes_of_slots():
+    rig = Rig()
+    rig.graph.compute(rig.decode)
+    rig.did.clear()
+    rig.graph.replay(rig.decode)
+    assert rig.did == ["order", *["run"] * LAYERS]
+
+
+@pytest.mark.parametrize("at", range(LAYERS))
+def test_a_pass_that_was_interrupted_does_not_spoil_later_ones(at):
+    """An interrupted pass has launched the look-ups of some layers."""
+    rig = Rig()
+    rig.graph.compute(rig.decode)
+    for _ in range(2):
+        rig.interrupted_at = at
+        with pytest.raises(KeyboardInterrupt):
+            rig.graph.replay(rig.decode)
+        rig.interrupted_at = LAYERS
+        rig.graph.replay(rig.decode)
+        assert rig.reports() == [[1] * TOP_K] * LAYERS
