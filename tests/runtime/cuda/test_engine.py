@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,14 +17,114 @@ from greenroom.errors import DeviceError
 from greenroom.runtime.cuda import engine as module
 from greenroom.runtime.cuda.engine import Cuda, device_errors, pci_address
 
+SELECTED: list[Any] = []  # devices that are selected now, the innermost last
+
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     """An engine that was made before its device could fail."""
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+    @contextlib.contextmanager
+    def selected(device: Any) -> Iterator[None]:
+        SELECTED.append(device)
+        yield
+        SELECTED.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", selected)
     cuda = object.__new__(Cuda)
-    cuda.device, cuda._streams = torch.device("cuda", 0), threading.local()
+    cuda.device, cuda._streams = torch.device("cuda", 1), threading.local()
     return cuda
+
+
+class Stream:
+    """A stream of the pool, from which torch takes 32 of a priority in turn."""
+
+    given: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.of = priority, self.given[priority] % 32
+        self.given[priority] += 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.of == other.of
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
+class Graph:
+    """A graph that notes the stream on which it is captured; some cannot be captured."""
+
+    captured: ClassVar[list[Any]] = []
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        self.captured.append(CURRENT[-1])
+
+    def capture_end(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+CURRENT: list[Any] = []
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        CURRENT.append(stream)
+        yield
+        CURRENT.pop()
+
+    CURRENT[:], Graph.captured = [Stream()], []
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: CURRENT[-1])
+
+
+@pytest.mark.parametrize("priority", [0, -1])
+def test_a_graph_is_captured_where_no_other_thread_launches_work(gpu, streams, priority):
+    copies = [Stream() for _ in range(32)]  # of any engine in the process
+    CURRENT[:] = [Stream(priority=priority)]
+    for _ in range(100):
+        gpu.capture(lambda: None)
+    assert len(Graph.captured) == 100
+    assert not any(each in copies or each == CURRENT[0] for each in Graph.captured)
+
+
+def test_after_a_graph_that_fails_none_is_captured(gpu, streams, caplog):
+    def refuse() -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    with caplog.at_level(logging.WARNING):
+        works = [gpu.capture(each) for each in (print, refuse, print, refuse)]
+    assert works[1:] == [refuse, print, refuse]
+    assert works[0] != print
+    assert len(Graph.captured) == 2
+    (record,) = caplog.records
+    assert "kernel by kernel: CUDA error: operation not permitted" in record.message
+
+
+def test_an_engine_opens_no_device_but_its_own(gpu, streams, monkeypatch):
+    """A CUDA context on another GPU takes hundreds of MB there."""
+    on: list[Any] = []
+    mark = SimpleNamespace(synchronize=lambda: on.append(SELECTED[-1:]))
+    driver = SimpleNamespace(cudaHostUnregister=lambda _: on.append(SELECTED[-1:]))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    gpu.wait(mark)
+    gpu.unregister(4096)
+    with gpu.on_stream(Stream()):
+        on.append(SELECTED[-1:])
+    assert on == [[gpu.device]] * 3
 
 
 def test_a_gpu_that_another_process_uses_exclusively_is_an_error(monkeypatch):

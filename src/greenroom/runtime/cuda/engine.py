@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 
 Mark = Any  # an event in a stream; None is one that has passed
 _FOR_ALL = 1  # cudaHostRegisterPortable: registered for every device
+# Torch has 32 streams of each priority on a device and gives them out in turn. Copies have streams
+# of priority 0; so what other threads copy meanwhile never becomes part of a graph.
+_CAPTURE_PRIORITY = -1
+_capture_lock = threading.Lock()  # torch admits one capture in a process
 
 
 class Engine:
@@ -78,10 +82,14 @@ class Engine:
         """Return a context in which the calling thread launches work on a stream."""
         return contextlib.nullcontext()
 
+    def order(self, before: Any, after: Any) -> None:
+        """Have a stream wait for all work that was launched on another one."""
+
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return a function that launches the same work again, on a GPU as one graph.
 
         The memory that the work reads and writes stays the same; all of its kernels are compiled.
+        If a graph cannot be captured, the result is `work`.
         """
         return work
 
@@ -121,6 +129,8 @@ class Cuda(Engine):
     Each thread that copies has a stream of its own, so that one copy is on its way while another
     thread prepares the next. A thread releases the GIL and sleeps until its copies are complete.
     """
+
+    _failed_graph: Any = None  # the first one that could not be captured
 
     def __init__(self, index: int = 0) -> None:
         with device_errors():
@@ -169,31 +179,41 @@ class Cuda(Engine):
         return stream
 
     def wait(self, mark: Mark) -> None:
-        if mark is not None:
-            with device_errors():
+        if mark is not None:  # a thread that waits gets no context on another device
+            with device_errors(), torch.cuda.device(self.device):
                 mark.synchronize()
 
     def current_stream(self) -> Any:
         return torch.cuda.current_stream(self.device)
 
-    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
+    @contextlib.contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        # Outside of its device, torch would select the thread's device again, and so open it.
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield
+
+    def order(self, before: Any, after: Any) -> None:
+        with device_errors():
+            after.wait_stream(before)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        if self._failed_graph is not None:
+            return work
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(current)
+        side = torch.cuda.Stream(self.device, priority=_CAPTURE_PRIORITY)
+        if side == current:  # other threads launch work there
+            side = torch.cuda.Stream(self.device, priority=_CAPTURE_PRIORITY)
         try:  # not `torch.cuda.graph`, which waits for the device and collects garbage
-            with torch.cuda.stream(side):
+            with _capture_lock, torch.cuda.stream(side):
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     work()
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
+            self._failed_graph = graph  # torch's allocator may ask it again
             log.warning("--device cuda: work is launched kernel by kernel: %s", first_line(error))
             return work
-        current.wait_stream(side)
         replay: Callable[[], None] = graph.replay
         return replay
 
@@ -229,7 +249,8 @@ class Cuda(Engine):
         return f"cudaHostRegister: error {int(error)}"
 
     def unregister(self, address: int) -> None:
-        with contextlib.suppress(RuntimeError):  # of a device that is lost
+        # Of a device that is lost, suppressed. A thread that closes gets no context on another one.
+        with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
             torch.cuda.cudart().cudaHostUnregister(address)
 
 
