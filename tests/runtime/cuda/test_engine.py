@@ -55,22 +55,24 @@ class Stream:
 
 
 class Graph:
-    """A graph that notes the stream on which it is captured; some cannot be captured."""
+    """A graph that notes the stream on which it is captured, and the graph whose memory it has."""
 
     captured: ClassVar[list[Any]] = []
+    pools: ClassVar[list[Any]] = []
 
-    def __init__(self) -> None:
-        self.replays = 0
+    def pool(self) -> Any:
+        return self
 
-    def capture_begin(self, capture_error_mode: str) -> None:
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
         self.captured.append(CURRENT[-1])
+        self.pools.append(pool)
 
     def capture_end(self) -> None:
         pass
 
     def replay(self) -> None:
-        self.replays += 1
+        pass
 
 
 CURRENT: list[Any] = []
@@ -84,7 +86,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
         CURRENT.pop()
 
-    CURRENT[:], Graph.captured = [Stream()], []
+    CURRENT[:], Graph.captured, Graph.pools = [Stream()], [], []
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "stream", on)
@@ -99,6 +101,16 @@ def test_a_graph_is_captured_where_no_other_thread_launches_work(gpu, streams, p
         gpu.capture(lambda: None)
     assert len(Graph.captured) == 100
     assert not any(each in copies or each == CURRENT[0] for each in Graph.captured)
+
+
+def test_all_graphs_share_the_memory_of_the_first_which_is_kept(gpu, streams):
+    """A pool for each takes 2 MiB; torch refuses the pool of graphs that are gone."""
+    for _ in range(3):
+        gpu.capture(lambda: None)
+    first = Graph.pools[1]
+    assert Graph.pools == [None, first, first]
+    assert gpu._first_graph is first
+    assert all(each == Graph.captured[0] for each in Graph.captured)  # as sharing needs
 
 
 def test_after_a_graph_that_fails_none_is_captured(gpu, streams, caplog):
@@ -243,16 +255,25 @@ def test_an_allocation_error_names_the_memory_of_other_processes(gpu, monkeypatc
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(torch, "empty", full)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 24 << 30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 24 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 << 30)
     with pytest.raises(DeviceError, match="has no room for 2 GiB for slots: 1 GiB of 24") as caught:
         gpu.empty(2 << 30)
     assert "this process uses 2 GiB, CUDA and other processes use 21 GiB" in str(caught.value)
     assert "smaller --memory" in str(caught.value)
 
 
+@pytest.mark.parametrize(("named", "device"), [(" GPU 1 has a total capacity of 3", 1), ("", None)])
+def test_a_memory_error_has_the_figures_of_its_gpu(named, device, monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: asked.append(gpu) or (1, 2))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: asked.append(gpu) or 1)
+    module.out_of_memory("", torch.OutOfMemoryError(f"CUDA out of memory.{named}"))
+    assert asked == [device, device]
+
+
 def test_a_device_that_no_longer_answers_is_an_error(monkeypatch):
-    def lost() -> None:
+    def lost(device: Any) -> None:
         raise RuntimeError("CUDA error: the launch timed out and was terminated")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lost)

@@ -137,6 +137,14 @@ def test_slots_are_freed_when_all_groups_have_been_computed():
     assert slots.capacity == 0
 
 
+def test_memory_is_freed_though_a_kernel_has_a_view_of_slot_0():
+    for free in (lambda slots: slots.trim(0), DeviceSlots.close):
+        slots = DeviceSlots(Engine(), 2, 64, reserve=2)
+        view = slots.tensor(0, TensorSpec("slot", (16,), "float32", 0))
+        free(slots)
+        assert view.untyped_storage().nbytes() == 0
+
+
 def test_a_segment_is_given_up_when_it_has_been_computed_from(small_segments):
     engine = RecordingEngine()
     slots = DeviceSlots(engine, 8, 64, reserve=8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -130,6 +131,8 @@ class Cuda(Engine):
     thread prepares the next. A thread releases the GIL and sleeps until its copies are complete.
     """
 
+    _capture_stream: Any = None
+    _first_graph: Any = None  # kept, because all graphs share its memory for temporary tensors
     _failed_graph: Any = None  # the first one that could not be captured
 
     def __init__(self, index: int = 0) -> None:
@@ -200,12 +203,13 @@ class Cuda(Engine):
         if self._failed_graph is not None:
             return work
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        side = torch.cuda.Stream(self.device, priority=_CAPTURE_PRIORITY)
-        if side == current:  # other threads launch work there
-            side = torch.cuda.Stream(self.device, priority=_CAPTURE_PRIORITY)
+        # Graphs run one after another, so one pool does; of 2 MiB, which is not in the budget.
+        pool = None if self._first_graph is None else self._first_graph.pool()
+        if self._capture_stream in (None, current):  # other threads launch work on `current`
+            self._capture_stream = torch.cuda.Stream(self.device, priority=_CAPTURE_PRIORITY)
         try:  # not `torch.cuda.graph`, which waits for the device and collects garbage
-            with _capture_lock, torch.cuda.stream(side):
-                graph.capture_begin(capture_error_mode="thread_local")
+            with _capture_lock, torch.cuda.stream(self._capture_stream):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     work()
                 finally:
@@ -214,6 +218,7 @@ class Cuda(Engine):
             self._failed_graph = graph  # torch's allocator may ask it again
             log.warning("--device cuda: work is launched kernel by kernel: %s", first_line(error))
             return work
+        self._first_graph = self._first_graph or graph
         replay: Callable[[], None] = graph.replay
         return replay
 
@@ -292,9 +297,11 @@ def out_of_memory(what: str, error: BaseException) -> str:
     `what` describes the allocation; "" if that is unknown.
     """
     problem = f"has no room for {what}" if what else "is out of memory"
+    named = re.search(r"GPU (\d+) ", str(error))  # another one may be the thread's
+    device = int(named[1]) if named else None
     try:
-        free, total = torch.cuda.mem_get_info()
-        reserved = torch.cuda.memory_reserved()
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
     except (RuntimeError, AssertionError):  # the device no longer answers
         return f"the GPU {problem}: {first_line(error)}"
     others = max(0, total - free - reserved)
