@@ -29,7 +29,9 @@ _FOR_ALL = 1  # cudaHostRegisterPortable: registered for every device
 # Torch has 32 streams of each priority on a device and gives them out in turn. Copies have streams
 # of priority 0; so what other threads copy meanwhile never becomes part of a graph.
 _CAPTURE_PRIORITY = -1
+MOST_FAILURES = 3  # graphs that cannot be captured, until no further one is tried
 _capture_lock = threading.Lock()  # torch admits one capture in a process
+_failed_graphs: list[Any] = []
 
 
 class Engine:
@@ -133,7 +135,7 @@ class Cuda(Engine):
 
     _capture_stream: Any = None
     _first_graph: Any = None  # kept, because all graphs share its memory for temporary tensors
-    _failed_graph: Any = None  # the first one that could not be captured
+    _failures = 0  # graphs that could not be captured
 
     def __init__(self, index: int = 0) -> None:
         with device_errors():
@@ -168,10 +170,12 @@ class Cuda(Engine):
             with torch.cuda.stream(stream):
                 if after is not None:
                     stream.wait_event(after)
-                yield
-                done = torch.cuda.Event(blocking=True)  # the thread sleeps and releases the GIL
-                done.record(stream)
-                done.synchronize()
+                try:
+                    yield
+                finally:  # also behind an error: queued copies read host memory
+                    done = torch.cuda.Event(blocking=True)  # the thread sleeps, without the GIL
+                    done.record(stream)
+                    done.synchronize()
 
     @property
     def _copy_stream(self) -> torch.cuda.Stream:
@@ -200,7 +204,7 @@ class Cuda(Engine):
             after.wait_stream(before)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        if self._failed_graph is not None:
+        if self._failures == MOST_FAILURES:
             return work
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         # Graphs run one after another, so one pool does; of 2 MiB, which is not in the budget.
@@ -215,7 +219,9 @@ class Cuda(Engine):
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            self._failed_graph = graph  # torch's allocator may ask it again
+            # Torch may take this graph and its pool for ones in use: keep it, and take a new pool.
+            self._failures, self._first_graph = self._failures + 1, None
+            _failed_graphs.append(graph)
             log.warning("--device cuda: work is launched kernel by kernel: %s", first_line(error))
             return work
         self._first_graph = self._first_graph or graph
