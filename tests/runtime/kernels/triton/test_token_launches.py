@@ -107,7 +107,8 @@ def in_thread(name: str, work: Callable[[], object]) -> None:
     assert not thread.is_alive()
 
 
-def test_no_slot_changes_between_a_look_up_and_its_products(rig):
+@pytest.mark.parametrize("name", ["start", "run"])
+def test_no_slot_changes_between_a_look_up_and_its_products(rig, name):
     """A mark between them would let a copy overwrite the slot that a product reads."""
     rig.bring(0, 1)
     threads: list[threading.Thread] = []
@@ -120,9 +121,10 @@ def test_no_slot_changes_between_a_look_up_and_its_products(rig):
 
     rig.act = prefetch
     rig.engine.did.clear()
-    report = rig.token(0, 3)
+    token = torch.zeros(1, HIDDEN), torch.tensor([[0, 3]]), torch.ones(1, TOP_K)
+    getattr(rig.launches, name)(*token)
     threads[0].join(30)
-    assert [each & 1 for each in report] == [1, 0]
+    assert [each & 1 for each in rig.launches._report.tolist()] == [1, 0]
     done = [name for name, _ in rig.engine.did if "waits" not in name]
     assert done == ["look-up", "product", "product", "sum", "mark"]
     assert rig.table.slot_of(0) == -1

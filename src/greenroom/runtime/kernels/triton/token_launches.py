@@ -126,7 +126,8 @@ class TokenLaunches:
         self._x.copy_(x)
         self._index.copy_(index)
         self._weights.copy_(weights)
-        self._compute()
+        with self._table.lock:
+            self._compute()
         return self._result
 
     def _hold_report(self) -> None:
