@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -22,15 +24,19 @@ def logits(name: str, **options) -> torch.Tensor:
     options = {"cache": "25%", "prefetch": "off", "kernels": "triton", **options}
     model, _ = greenroom.load(folder, device="cuda", **options)
     try:
-        with torch.inference_mode():
-            out = model(prompt(), use_cache=True)
-            found = [out.logits]
-            for token in prompt()[0, :TOKENS]:
-                out = model(token.view(1, 1), past_key_values=out.past_key_values, use_cache=True)
-                found.append(out.logits)
-        return torch.cat(found, 1)
+        return answer(model)
     finally:
         model.greenroom.detach()
+
+
+@torch.inference_mode()
+def answer(model: Any) -> torch.Tensor:
+    out = model(prompt(), use_cache=True)
+    found = [out.logits]
+    for token in prompt()[0, :TOKENS]:
+        out = model(token.view(1, 1), past_key_values=out.past_key_values, use_cache=True)
+        found.append(out.logits)
+    return torch.cat(found, 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4_text"])
@@ -68,6 +74,30 @@ def test_a_token_is_one_graph(caplog):
     half = len(found) // 2
     assert half * 2 == len(found)
     assert all(map(torch.equal, found[:half], found[half:]))
+
+
+def test_threads_with_streams_of_their_own_share_the_slots():
+    folder = str(cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True))
+    model, _ = greenroom.load(
+        folder, device="cuda", cache="25%", prefetch="off", kernels="triton", host_memory="auto"
+    )
+
+    def answer_on(stream: torch.cuda.Stream) -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            got = answer(model)
+        stream.synchronize()
+        return got
+
+    try:
+        expected = answer(model)
+        torch.cuda.synchronize()
+        with ThreadPoolExecutor(2) as threads:
+            for _ in range(5):
+                both = [threads.submit(answer_on, torch.cuda.Stream()) for _ in range(2)]
+                for each in both:
+                    assert torch.equal(each.result(), expected)
+    finally:
+        model.greenroom.detach()
 
 
 @pytest.mark.parametrize("cache", ["100%", "25%"])

@@ -250,8 +250,6 @@ def _step(
         launches = binding.token_launches.of(hidden_states, top_k_index, top_k_weights)
         if launches is not None:
             return _token_step(binding, launches, hidden_states, top_k_index, top_k_weights)
-    if (table := binding.driver.changes.table) is not None:
-        table.follow_stream()
     needs_weights = binding.uses_weights or binding.approximates
     chosen, weights = binding.read_choice(top_k_index, top_k_weights if needs_weights else None)
     if len(chosen) == 1:

@@ -12,14 +12,18 @@ import torch
 from greenroom.core.events import StartChunk
 from greenroom.core.layout import Copy, Extent
 from greenroom.errors import StoreError
+from greenroom.runtime.cuda.co_compute import CoComputeKernel
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory, in_place_copies
 from greenroom.runtime.driver.host_worker import HostWorker
 from greenroom.runtime.driver.meter import Meter
+from greenroom.runtime.kernels.eager import EagerKernel
+from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.store.disk import Chunk, DiskStore, cut
 from tests.runtime.cuda.host_rig import HostComputeDriver
 from tests.runtime.cuda.test_host import chunks_of
+from tests.runtime.kernels.toys import compute, experts, inputs, layer_of
 from tests.runtime.rig import in_time
 
 LAYERS, EXPERTS = 3, 6
@@ -187,3 +191,20 @@ def test_an_interruption_waits_for_what_the_host_computes(disk, monkeypatch):
     rig.begin()
     rig.step(0, 3, 4)
     rig.driver.close()
+
+
+def test_a_thread_that_begins_a_step_leaves_that_of_another_thread_alone():
+    """Steps take turns in the driver, but threads begin them and sum up outside of it."""
+    layer, places = layer_of(experts("qwen3_moe", torch.bfloat16))
+    x, index, weights = inputs(torch.bfloat16, 2)
+    want = compute(EagerKernel(), layer, places, x, index, weights)
+    kernel = CoComputeKernel(EagerKernel(), Engine(), layer.slots)
+    kernel.prepare(layer)
+    routing = Routing.of(index.numpy(), layer.num_experts)
+    step = kernel.begin(layer, x, routing, weights)
+    chosen = routing.experts.tolist()
+    kernel.host_job(step, chosen, [places[expert] for expert in chosen])()
+    another = threading.Thread(target=kernel.begin, args=(layer, x, routing, weights))
+    another.start()
+    another.join(30)
+    assert torch.equal(kernel.combine(step), want)

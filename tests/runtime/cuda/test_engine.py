@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,14 +17,131 @@ from greenroom.errors import DeviceError
 from greenroom.runtime.cuda import engine as module
 from greenroom.runtime.cuda.engine import Cuda, device_errors, pci_address
 
+SELECTED: list[Any] = []  # devices that are selected now, the innermost last
+
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     """An engine that was made before its device could fail."""
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+    @contextlib.contextmanager
+    def selected(device: Any) -> Iterator[None]:
+        SELECTED.append(device)
+        yield
+        SELECTED.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", selected)
     cuda = object.__new__(Cuda)
-    cuda.device, cuda._streams = torch.device("cuda", 0), threading.local()
+    cuda.device, cuda._streams = torch.device("cuda", 1), threading.local()
     return cuda
+
+
+class PoolStream:
+    """A stream of the pool, from which torch takes 32 of a priority in turn."""
+
+    given: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.of = priority, self.given[priority] % 32
+        self.given[priority] += 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PoolStream) and self.of == other.of
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
+class Graph:
+    """A graph that notes the stream on which it is captured, and the graph whose memory it has."""
+
+    captured: ClassVar[list[Any]] = []
+    pools: ClassVar[list[Any]] = []
+
+    def pool(self) -> Any:
+        return self
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        self.captured.append(CURRENT[-1])
+        self.pools.append(pool)
+
+    def capture_end(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        pass
+
+
+CURRENT: list[Any] = []
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        CURRENT.append(stream)
+        yield
+        CURRENT.pop()
+
+    CURRENT[:], Graph.captured, Graph.pools = [PoolStream()], [], []
+    monkeypatch.setattr(torch.cuda, "Stream", PoolStream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: CURRENT[-1])
+
+
+@pytest.mark.parametrize("priority", [0, -1])
+def test_a_graph_is_captured_where_no_other_thread_launches_work(gpu, streams, priority):
+    copies = [PoolStream() for _ in range(32)]  # of any engine in the process
+    CURRENT[:] = [PoolStream(priority=priority)]
+    for _ in range(100):
+        gpu.capture(lambda: None)
+    assert len(Graph.captured) == 100
+    assert not any(each in copies or each == CURRENT[0] for each in Graph.captured)
+
+
+def test_all_graphs_share_the_memory_of_the_first_which_is_kept(gpu, streams):
+    """A pool for each takes 2 MiB; torch refuses the pool of graphs that are gone."""
+    for _ in range(3):
+        gpu.capture(lambda: None)
+    first = Graph.pools[1]
+    assert Graph.pools == [None, first, first]
+    assert gpu._first_graph is first
+    assert all(each == Graph.captured[0] for each in Graph.captured)  # as sharing needs
+
+
+def test_graphs_that_fail_spoil_no_later_ones_until_there_are_several(gpu, streams, caplog):
+    def refuse() -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    with caplog.at_level(logging.WARNING):
+        works = [gpu.capture(each) for each in (print, refuse, print, print)]
+    assert works[1] == refuse
+    assert print not in works
+    (record,) = caplog.records
+    assert "kernel by kernel: CUDA error: operation not permitted" in record.message
+    first, failed_with, new, shared = Graph.pools
+    assert (first, new) == (None, None)  # torch takes the pool of a failed graph for one in use
+    assert shared is not failed_with
+    works = [gpu.capture(refuse) for _ in range(2 * module.MOST_FAILURES)]
+    assert len(caplog.records) == module.MOST_FAILURES
+    assert gpu.capture(print) == print
+
+
+def test_an_engine_opens_no_device_but_its_own(gpu, streams, monkeypatch):
+    """A CUDA context on another GPU takes hundreds of MB there."""
+    on: list[Any] = []
+    mark = SimpleNamespace(synchronize=lambda: on.append(SELECTED[-1:]))
+    driver = SimpleNamespace(cudaHostUnregister=lambda _: on.append(SELECTED[-1:]))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    gpu.wait(mark)
+    gpu.unregister(4096)
+    with gpu.on_stream(PoolStream()):
+        on.append(SELECTED[-1:])
+    assert on == [[gpu.device]] * 3
 
 
 def test_a_gpu_that_another_process_uses_exclusively_is_an_error(monkeypatch):
@@ -99,6 +218,20 @@ def test_each_thread_copies_on_a_stream_of_its_own(gpu, monkeypatch):
     assert streams.log == [(what, number) for number in (0, 1) for what in expected]
 
 
+def test_copies_that_were_queued_before_an_error_are_complete_when_it_is_raised(gpu, monkeypatch):
+    """The host memory that they read is used again, and another stream may write their slot."""
+    streams = Streams(monkeypatch)
+
+    def copy() -> None:
+        with gpu.copying(None):
+            streams.log.append(("copy", 0))
+            raise DeviceError("the GPU has no room for a second copy")
+
+    with pytest.raises(DeviceError, match="no room"):
+        copy()
+    assert streams.log[-1] == ("synchronize", 0)
+
+
 class Refusing:
     """A driver that answers `register` with an error."""
 
@@ -141,16 +274,25 @@ def test_an_allocation_error_names_the_memory_of_other_processes(gpu, monkeypatc
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(torch, "empty", full)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 24 << 30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 24 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 << 30)
     with pytest.raises(DeviceError, match="has no room for 2 GiB for slots: 1 GiB of 24") as caught:
         gpu.empty(2 << 30)
     assert "this process uses 2 GiB, CUDA and other processes use 21 GiB" in str(caught.value)
     assert "smaller --memory" in str(caught.value)
 
 
+@pytest.mark.parametrize(("named", "device"), [(" GPU 1 has a total capacity of 3", 1), ("", None)])
+def test_a_memory_error_has_the_figures_of_its_gpu(named, device, monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: asked.append(gpu) or (1, 2))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: asked.append(gpu) or 1)
+    module.out_of_memory("", torch.OutOfMemoryError(f"CUDA out of memory.{named}"))
+    assert asked == [device, device]
+
+
 def test_a_device_that_no_longer_answers_is_an_error(monkeypatch):
-    def lost() -> None:
+    def lost(device: Any) -> None:
         raise RuntimeError("CUDA error: the launch timed out and was terminated")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lost)

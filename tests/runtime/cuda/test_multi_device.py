@@ -24,7 +24,7 @@ from greenroom.runtime.kernels.table import make_kernel
 from greenroom.runtime.slots.tier import MultiPoolTier
 from greenroom.runtime.store.disk import DiskStore
 from tests.runtime.kernels.toys import EXPERTS as TOYS
-from tests.runtime.kernels.toys import compute, experts, inputs, layer_of
+from tests.runtime.kernels.toys import ToySlots, compute, experts, inputs, layer_of
 from tests.runtime.rig import Ahead, Rig, in_time, play_passes
 
 LAYERS, EXPERTS = 3, 6
@@ -156,3 +156,13 @@ def test_a_step_without_experts_returns_zeros():
     x, index, weights = inputs(torch.bfloat16, 2, hidden=HIDDEN)
     step = over.begin(first, x, Routing.of(index.numpy() * 0 + TOYS, TOYS), weights)
     assert not over.combine(step).any()
+
+
+def test_a_device_gets_its_inputs_without_a_look_at_its_slots(monkeypatch):
+    """A matrix in the order of fields is joined where a kernel asks for it: a copy of its bytes."""
+    over, first, _ = spread("qwen3_moe", make_kernel("triton"))
+    x, index, weights = inputs(torch.bfloat16, 2, hidden=HIDDEN)
+    step = over.begin(first, x, Routing.of(index.numpy(), TOYS), weights)
+    monkeypatch.setattr(ToySlots, "tensor", None)
+    monkeypatch.setattr(over.kernel, "begin", lambda layer, *_: layer)
+    assert step._device_step(1) is over._layers[id(first)][1]

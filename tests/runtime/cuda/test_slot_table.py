@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ class Streams(Engine):
 
     def __init__(self) -> None:
         self.on: list[Any] = ["another thread's"]
+        self.orders: list[tuple[Any, Any]] = []
 
     def current_stream(self) -> Any:
         return self.on[-1]
@@ -33,6 +35,9 @@ class Streams(Engine):
 
     def mark(self) -> Any:
         return f"mark on {self.on[-1]}"
+
+    def order(self, before: Any, after: Any) -> None:
+        self.orders.append((before, after))
 
 
 @pytest.fixture
@@ -99,3 +104,33 @@ def test_moves_and_fewer_slots_are_followed(table, slots):
     table.trim(2)
     assert offsets(table, slots) == [0, -1, 1, -1]
     assert slots._marks[2] == "mark on computes"
+
+
+def test_a_stream_that_follows_another_waits_for_it(table, slots):
+    engine = slots.engine
+    table.follow_stream()
+    assert engine.orders == [("computes", "another thread's")]
+    table.follow_stream()
+    assert len(engine.orders) == 1
+    table.begin(0, 3)
+    assert slots._marks[3] == "mark on another thread's"
+
+
+def test_no_entry_changes_while_kernels_are_launched(table):
+    """Else a slot could be overwritten between a look-up and the product that reads the slot."""
+    table.begin(0, 3)
+    table.land(0, 3)
+    changes = threading.Thread(target=table.begin, args=(1, 3))
+    with table.lock:
+        changes.start()
+        changes.join(0.05)
+        assert table.offsets[0] != ABSENT
+        assert changes.is_alive()
+    changes.join(30)
+    assert table.offsets[0] == ABSENT
+
+
+def test_slots_are_freed_behind_all_launches(table, slots):
+    table.stream = "launches"
+    table.close()
+    assert slots._last_mark == "mark on launches"

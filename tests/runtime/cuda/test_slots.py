@@ -25,7 +25,7 @@ class RecordingEngine(Engine):
 
     def __init__(self, room: float = float("inf")) -> None:
         self.did: list[tuple[str, Any]] = []
-        self.room, self.marks = room, 0
+        self.room, self.marks, self.stream = room, 0, "computes"
 
     def empty(self, nbytes: int) -> torch.Tensor:
         if nbytes > self.room:
@@ -44,6 +44,12 @@ class RecordingEngine(Engine):
 
     def wait(self, mark: Any) -> None:
         self.did.append(("wait", mark))
+
+    def current_stream(self) -> Any:
+        return self.stream
+
+    def order(self, before: Any, after: Any) -> None:
+        self.did.append((f"{after} waits for", before))
 
 
 def run(nbytes: int) -> tuple[Copy, ...]:
@@ -99,6 +105,44 @@ def test_a_copy_waits_for_the_last_group_from_its_slot_alone():
     slots.move(2, 1)
     assert engine.did == [("wait", fresh + 2), ("copy after", fresh)]
     assert slots.bytes(1).tolist() == data.tolist()
+
+
+def test_a_mark_on_another_stream_is_behind_the_earlier_ones():
+    """A slot has one mark, also if threads with streams of their own compute from it."""
+    engine = RecordingEngine()
+    slots = DeviceSlots(engine, 2, 64, reserve=2)
+    slots.mark_computed([0])
+    engine.stream = "another"
+    slots.mark_computed([0])
+    slots.mark_computed([1])
+    engine.stream = "computes"
+    slots.mark_computed([1])
+    assert engine.did == [("another waits for", "computes"), ("computes waits for", "another")]
+
+
+def test_slots_are_freed_when_all_groups_have_been_computed():
+    engine = RecordingEngine()
+    slots = DeviceSlots(engine, 2, 64, reserve=2)
+    slots.mark_computed([0])
+    slots.mark_computed([1])
+    slots.close()
+    assert engine.did == [("wait", engine.marks)]
+
+    class Lost(RecordingEngine):
+        def wait(self, mark: Any) -> None:
+            raise DeviceError("the GPU failed")
+
+    slots = DeviceSlots(Lost(), 2, 64, reserve=2)
+    slots.close()
+    assert slots.capacity == 0
+
+
+def test_memory_is_freed_though_a_kernel_has_a_view_of_slot_0():
+    for free in (lambda slots: slots.trim(0), DeviceSlots.close):
+        slots = DeviceSlots(Engine(), 2, 64, reserve=2)
+        view = slots.tensor(0, TensorSpec("slot", (16,), "float32", 0))
+        free(slots)
+        assert view.untyped_storage().nbytes() == 0
 
 
 def test_a_segment_is_given_up_when_it_has_been_computed_from(small_segments):

@@ -8,6 +8,7 @@ for bit that of the device alone; a real GPU's matrix products round differently
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -56,6 +57,12 @@ class HostShare:
             step.main_step.merge_outputs(self._step, self.experts, self._engine.copy_to_device)
 
 
+class ThreadShare(threading.local):
+    """The host's share of the calling thread's current step."""
+
+    current: HostShare | None = None
+
+
 class CoComputeKernel(Kernel):
     """GPU expert kernel that can compute some of a layer's experts on the host processor."""
 
@@ -69,7 +76,7 @@ class CoComputeKernel(Kernel):
         self._layers: dict[
             int, LayerExperts
         ] = {}  # the host's copy of a layer, by the id() of the device's
-        self._share: HostShare | None = None  # of the current step
+        self._share = ThreadShare()
 
     def prepare(self, layer: LayerExperts) -> None:
         """Register an MoE layer for computation on the GPU and on the host, before `begin`."""
@@ -84,20 +91,21 @@ class CoComputeKernel(Kernel):
 
         x: hidden states [tokens, hidden]; weights: gate weights [tokens, top_k]
         """
-        self._share = None
+        self._share.current = None
         return self.kernel.begin(layer, x, routing, weights)
 
     def host_job(
         self, step: KernelStep, experts: Sequence[int], slots: Sequence[int]
     ) -> Callable[[], None]:
         """Return a function that computes an expert group on the host, from host slots."""
-        if self._share is None:
-            self._share = HostShare(step, self._layers[id(step.layer)], self._engine)
-        return partial(self._share.compute, experts, slots)
+        if (share := self._share.current) is None:
+            share = HostShare(step, self._layers[id(step.layer)], self._engine)
+            self._share.current = share
+        return partial(share.compute, experts, slots)
 
     def combine(self, step: KernelStep) -> Tensor:
         """Return the sum of expert outputs of GPU and host: [tokens, hidden], in x's dtype."""
-        share, self._share = self._share, None
+        share, self._share.current = self._share.current, None
         if share is not None:
             share.merge_into(step)
         return super().combine(step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,12 @@ log = logging.getLogger(__name__)
 
 Mark = Any  # an event in a stream; None is one that has passed
 _FOR_ALL = 1  # cudaHostRegisterPortable: registered for every device
+# Torch has 32 streams of each priority on a device and gives them out in turn. Copies have streams
+# of priority 0; so what other threads copy meanwhile never becomes part of a graph.
+_CAPTURE_PRIORITY = -1
+MOST_FAILURES = 3  # graphs that cannot be captured, until no further one is tried
+_capture_lock = threading.Lock()  # torch admits one capture in a process
+_failed_graphs: list[Any] = []
 
 
 class Engine:
@@ -78,10 +85,14 @@ class Engine:
         """Return a context in which the calling thread launches work on a stream."""
         return contextlib.nullcontext()
 
+    def order(self, before: Any, after: Any) -> None:
+        """Have a stream wait for all work that was launched on another one."""
+
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return a function that launches the same work again, on a GPU as one graph.
 
         The memory that the work reads and writes stays the same; all of its kernels are compiled.
+        If a graph cannot be captured, the result is `work`.
         """
         return work
 
@@ -122,6 +133,10 @@ class Cuda(Engine):
     thread prepares the next. A thread releases the GIL and sleeps until its copies are complete.
     """
 
+    _capture_stream: Any = None
+    _first_graph: Any = None  # kept, because all graphs share its memory for temporary tensors
+    _failures = 0  # graphs that could not be captured
+
     def __init__(self, index: int = 0) -> None:
         with device_errors():
             self.device = torch.device("cuda", index)
@@ -155,10 +170,12 @@ class Cuda(Engine):
             with torch.cuda.stream(stream):
                 if after is not None:
                     stream.wait_event(after)
-                yield
-                done = torch.cuda.Event(blocking=True)  # the thread sleeps and releases the GIL
-                done.record(stream)
-                done.synchronize()
+                try:
+                    yield
+                finally:  # also behind an error: queued copies read host memory
+                    done = torch.cuda.Event(blocking=True)  # the thread sleeps, without the GIL
+                    done.record(stream)
+                    done.synchronize()
 
     @property
     def _copy_stream(self) -> torch.cuda.Stream:
@@ -169,31 +186,45 @@ class Cuda(Engine):
         return stream
 
     def wait(self, mark: Mark) -> None:
-        if mark is not None:
-            with device_errors():
+        if mark is not None:  # a thread that waits gets no context on another device
+            with device_errors(), torch.cuda.device(self.device):
                 mark.synchronize()
 
     def current_stream(self) -> Any:
         return torch.cuda.current_stream(self.device)
 
-    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
+    @contextlib.contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        # Outside of its device, torch would select the thread's device again, and so open it.
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield
+
+    def order(self, before: Any, after: Any) -> None:
+        with device_errors():
+            after.wait_stream(before)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        if self._failures == MOST_FAILURES:
+            return work
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(current)
+        # Graphs run one after another, so one pool does; of 2 MiB, which is not in the budget.
+        pool = None if self._first_graph is None else self._first_graph.pool()
+        if self._capture_stream in (None, current):  # other threads launch work on `current`
+            self._capture_stream = torch.cuda.Stream(self.device, priority=_CAPTURE_PRIORITY)
         try:  # not `torch.cuda.graph`, which waits for the device and collects garbage
-            with torch.cuda.stream(side):
-                graph.capture_begin(capture_error_mode="thread_local")
+            with _capture_lock, torch.cuda.stream(self._capture_stream):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     work()
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
+            # Torch may take this graph and its pool for ones in use: keep it, and take a new pool.
+            self._failures, self._first_graph = self._failures + 1, None
+            _failed_graphs.append(graph)
             log.warning("--device cuda: work is launched kernel by kernel: %s", first_line(error))
             return work
-        current.wait_stream(side)
+        self._first_graph = self._first_graph or graph
         replay: Callable[[], None] = graph.replay
         return replay
 
@@ -229,7 +260,8 @@ class Cuda(Engine):
         return f"cudaHostRegister: error {int(error)}"
 
     def unregister(self, address: int) -> None:
-        with contextlib.suppress(RuntimeError):  # of a device that is lost
+        # Of a device that is lost, suppressed. A thread that closes gets no context on another one.
+        with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
             torch.cuda.cudart().cudaHostUnregister(address)
 
 
@@ -271,9 +303,11 @@ def out_of_memory(what: str, error: BaseException) -> str:
     `what` describes the allocation; "" if that is unknown.
     """
     problem = f"has no room for {what}" if what else "is out of memory"
+    named = re.search(r"GPU (\d+) ", str(error))  # another one may be the thread's
+    device = int(named[1]) if named else None
     try:
-        free, total = torch.cuda.mem_get_info()
-        reserved = torch.cuda.memory_reserved()
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
     except (RuntimeError, AssertionError):  # the device no longer answers
         return f"the GPU {problem}: {first_line(error)}"
     others = max(0, total - free - reserved)

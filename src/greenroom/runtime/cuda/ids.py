@@ -44,5 +44,6 @@ def _pinned(number: int, like: Tensor) -> Tensor:
     buffer = buffers.get(number)
     if buffer is None or buffer.numel() < like.numel():
         size = max(1024, like.numel())
-        buffer = buffers[number] = torch.empty(size, dtype=like.dtype, pin_memory=True)
+        with torch.inference_mode(False):  # a later pass may be outside of inference mode
+            buffer = buffers[number] = torch.empty(size, dtype=like.dtype, pin_memory=True)
     return buffer[: like.numel()].view(like.shape)

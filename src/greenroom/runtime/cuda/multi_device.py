@@ -31,12 +31,13 @@ class MultiDeviceStep(base.KernelStep):
         self,
         kernel: Kernel,
         layers: Sequence[LayerExperts],
+        devices: Sequence[torch.device],
         x: Tensor,
         routing: Routing,
         weights: Tensor,
     ) -> None:
         super().__init__(layers[0], x, routing, weights)
-        self._kernel, self._layers = kernel, layers
+        self._kernel, self._layers, self._devices = kernel, layers, devices
         self._steps: dict[int, base.KernelStep] = {}
         self._experts: dict[int, list[int]] = {}  # computed on each device
 
@@ -57,8 +58,7 @@ class MultiDeviceStep(base.KernelStep):
             layer = self._layers[device]
             x, weights = self.x, self.weights
             if device:
-                where = layer.slots.tensor(0, layer.down).device
-                x, weights = (t.to(where, non_blocking=True) for t in (x, weights))
+                x, weights = (t.to(self._devices[device], non_blocking=True) for t in (x, weights))
             self._steps[device] = self._kernel.begin(layer, x, self.routing, weights)
         return self._steps[device]
 
@@ -105,7 +105,8 @@ class MultiDeviceKernel(Kernel):
 
         x: hidden states [tokens, hidden]; weights: gate weights [tokens, top_k]
         """
-        return MultiDeviceStep(self.kernel, self._layers[id(layer)], x, routing, weights)
+        layers = self._layers[id(layer)]
+        return MultiDeviceStep(self.kernel, layers, self._devices, x, routing, weights)
 
 
 def copy_module(module: nn.Module, device: torch.device) -> nn.Module:

@@ -5,17 +5,22 @@ launched. An entry changes with the contents of slots, not with what the policy 
 written when the last chunk of an expert has arrived, and removed before a slot is overwritten.
 
 Changes go to the stream that computes. So a look-up that was launched before sees the table as it
-was; and a slot is overwritten only after all work that was launched while the table named it.
+was; and a slot is overwritten only after all work that was launched while the table named it. A
+thread that launches on another stream than the thread before it has its stream wait for the old
+one, so that launches and changes are in one order.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from greenroom.runtime.cuda.engine import Engine
+from greenroom.errors import DeviceError
+from greenroom.runtime.cuda.engine import Engine, device_errors
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.slots.tier import ABSENT
 
@@ -25,8 +30,10 @@ UNIT = 64  # bytes, in which offsets of slots are counted
 class SlotTable:
     """The table of all experts' slots on a device, and its mirror on the host.
 
-    Callers hold one lock, or are the only thread.
+    Callers that change it hold one lock, or are the only thread.
 
+    lock:    held by a thread that launches a look-up and the kernels behind it; no entry changes
+             meanwhile
     offsets: for each expert of the model, on the device: the offset of its slot from slot 0, in
              units of 64 bytes; ABSENT if no slot has all of its bytes
     stream:  the stream on which kernels that read slots are launched
@@ -36,6 +43,7 @@ class SlotTable:
         """Make the table of empty slots; `chunks` has each expert's number of chunks."""
         self.engine, self._slots, self._chunks = engine, slots, chunks
         self.stream: Any = engine.current_stream()
+        self.lock = threading.RLock()
         with torch.inference_mode(False):  # threads of both modes write to it
             self.offsets = torch.full(
                 (len(chunks),), ABSENT, dtype=torch.int64, device=engine.device
@@ -45,8 +53,14 @@ class SlotTable:
         self._awaited: dict[int, int] = {}  # chunks that have not arrived, by slot
 
     def follow_stream(self) -> None:
-        """Put changes on the stream on which the calling thread launches work from now on."""
-        self.stream = self.engine.current_stream()
+        """Put changes on the calling thread's stream, behind all work on the one before.
+
+        The caller holds `lock`, and launches work that reads the table next.
+        """
+        stream = self.engine.current_stream()
+        if stream != self.stream:
+            self.engine.order(self.stream, stream)
+            self.stream = stream
 
     def slot_of(self, expert: int) -> int:
         """Return the slot that has an expert's bytes; -1 if none has."""
@@ -72,7 +86,7 @@ class SlotTable:
         """Remove what a slot contains; a later write to the slot waits for all launched work."""
         expert = self._expert_in.pop(slot, -1)
         self._awaited.pop(slot, None)
-        with self.engine.on_stream(self.stream):
+        with self.lock, self.engine.on_stream(self.stream):
             if expert >= 0 and self._slot_of[expert] == slot:
                 self._slot_of[expert] = -1
                 self.offsets[expert].fill_(ABSENT)
@@ -90,9 +104,15 @@ class SlotTable:
         for slot in [slot for slot in self._expert_in if slot >= capacity]:
             self.clear(slot)
 
+    def close(self) -> None:
+        """Put a mark behind all launched work, before the slots are freed."""
+        quietly = contextlib.suppress(DeviceError)  # of a device that is lost
+        with self.lock, quietly, device_errors(), self.engine.on_stream(self.stream):
+            self._slots.mark_computed(())
+
     def _insert(self, expert: int, slot: int) -> None:
         self._awaited.pop(slot, None)
         self._expert_in[slot], self._slot_of[expert] = expert, slot
         offset = (self._slots.address(slot) - self._slots.address(0)) // UNIT
-        with self.engine.on_stream(self.stream):
+        with self.lock, self.engine.on_stream(self.stream):
             self.offsets[expert].fill_(offset)

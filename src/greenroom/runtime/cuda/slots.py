@@ -3,14 +3,17 @@
 A resize adds or frees blocks and moves no slot, since kernels find a slot by its address. A stream
 of its own copies bytes from host memory. A slot is written only after every launched computation
 that reads the slot: `mark_computed` records an event after the computation, and a copy waits only
-for the event of the slot that it writes.
+for the event of the slot that it writes. A slot has one event, the last; each event is behind all
+earlier ones, also if threads compute on several streams.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +47,9 @@ class DeviceSlots(SlotPool):
         self._segments: list[Tensor] = []
         self._first_slots: list[int] = []  # the first slot of each segment
         self._marks: dict[int, Mark] = {}  # behind the last group that reads each slot
+        self._last_mark: Mark = None
+        self._marked: Any = engine.current_stream()  # the stream of the last mark
+        self._marking = threading.Lock()
         self._scratch: dict[int, Tensor] = {}  # by thread: bytes before they are rearranged
         self.trim(capacity)
 
@@ -67,10 +73,23 @@ class DeviceSlots(SlotPool):
         return flat.view(getattr(torch, spec.dtype)).view(spec.shape)
 
     def mark_computed(self, slots: Sequence[int]) -> None:
-        """Record an event after launched computation that reads the given slots."""
-        mark = self.engine.mark()
-        for slot in slots:
-            self._marks[slot] = mark
+        """Record an event after launched computation that reads the given slots.
+
+        The calling thread has launched the computation on its current stream.
+        """
+        with self._marking:
+            mark = self._mark()
+            for slot in slots:
+                self._marks[slot] = mark
+
+    def _mark(self) -> Mark:
+        """Record an event on the current stream, behind all events that were recorded before."""
+        stream = self.engine.current_stream()
+        if stream != self._marked:
+            self.engine.order(self._marked, stream)
+            self._marked = stream
+        self._last_mark = self.engine.mark()
+        return self._last_mark
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
         """Write a chunk of an expert into a device slot, and wait for its arrival.
@@ -163,7 +182,7 @@ class DeviceSlots(SlotPool):
             dropped = self._segments.pop()
             for slot in [s for s in self._marks if s >= self._end]:
                 self.engine.wait(self._marks.pop(slot))  # a launched group may still read it
-            del dropped
+            _free(dropped)
         if self._end < capacity:
             self._grow(capacity)
         self.capacity = capacity
@@ -196,7 +215,8 @@ class DeviceSlots(SlotPool):
             del self._segments[before:], self._first_slots[before:]
             raise
         # Launched work may still use the memory that was just allocated.
-        self._marks |= dict.fromkeys(range(first_new, capacity), self.engine.mark())
+        with self._marking:
+            self._marks |= dict.fromkeys(range(first_new, capacity), self._mark())
 
     @property
     def _end(self) -> int:
@@ -206,12 +226,21 @@ class DeviceSlots(SlotPool):
         return self._first_slots[-1] + self._segments[-1].numel() // self.stride
 
     def close(self) -> None:
-        """Free the device memory of all slots."""
+        """Free the device memory of all slots, when launched computation has read them."""
+        with contextlib.suppress(DeviceError):  # of a device that is lost
+            self.engine.wait(self._last_mark)
+        for segment in self._segments:
+            _free(segment)
         self._segments.clear()
         self._first_slots.clear()
         self._marks.clear()
         self._scratch.clear()
         self.capacity = 0
+
+
+def _free(segment: Tensor) -> None:
+    """Free the memory of slots, of which kernels' constant arguments may have views."""
+    segment.untyped_storage().resize_(0)
 
 
 def _span(shape: tuple[int, int], strides: tuple[int, int], itemsize: int) -> int:

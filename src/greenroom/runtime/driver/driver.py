@@ -90,7 +90,7 @@ class Driver:
         self._chunk_starts: dict[tuple[int, int], float] = {}  # time by (link, lane)
         self._host: HostWorker | None = None
         with contextlib.ExitStack() as opened:  # a refused thread ends those before it
-            for each in (host_memory, slots, store):
+            for each in (host_memory, slots, store, slot_table):
                 if each is not None:
                     opened.callback(each.close)
             if any(option.uses_host for option in scheduler.options):

@@ -8,6 +8,7 @@ an expert when all its segments are in slots, from matrices that are joined agai
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -23,6 +24,13 @@ from greenroom.runtime.slots.cutting import Cutting
 from greenroom.runtime.slots.tier import Slots
 
 
+class _ThreadStep(threading.local):
+    """The calling thread's step: the slots of each part of its experts."""
+
+    def __init__(self) -> None:
+        self.part_slots: dict[int, list[int]] = {}
+
+
 class JoinedSlots:
     """Slots from which the eager kernel reads matrices joined from an expert's segments."""
 
@@ -35,15 +43,19 @@ class JoinedSlots:
         its segments, (offset in the slot, layout).
         """
         self._cutting, self._parts = cutting, parts
-        self.part_slots: dict[int, list[int]] = {}  # expert -> slot of each part
+        self._step = _ThreadStep()
 
     def address(self, slot: int) -> int:
         """Return 0 as a slot's address: matrices have none before they are joined."""
         return 0
 
+    def begin(self) -> None:
+        """Forget the slots of the calling thread's last step."""
+        self._step.part_slots = {}
+
     def add_part(self, expert: int, slot: int) -> None:
         """Record the slot of an expert's next part: the top segments, then the bottom ones."""
-        self.part_slots.setdefault(expert, []).append(slot)
+        self._step.part_slots.setdefault(expert, []).append(slot)
 
     def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
         """Join one weight tensor of an expert from its segments.
@@ -51,7 +63,7 @@ class JoinedSlots:
         `slot` is the expert's id, not the number of a slot.
         """
         pieces = []
-        for (slots, segments), at in zip(self._parts, self.part_slots[slot], strict=True):
+        for (slots, segments), at in zip(self._parts, self._step.part_slots[slot], strict=True):
             for offset, layout in segments:
                 part = layout[spec.name]
                 pieces.append(slots.tensor(at, replace(part, offset=offset + part.offset)))
@@ -101,7 +113,7 @@ class SegmentedKernel(PooledKernel):
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> KernelStep:
-        layer.joined.part_slots.clear()  # type: ignore[attr-defined]
+        layer.joined.begin()  # type: ignore[attr-defined]
         return self.kernel.begin(layer, x, routing, weights)
 
     def compute_group(

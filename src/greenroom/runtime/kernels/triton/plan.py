@@ -156,6 +156,13 @@ class TritonLayerPlan:
                 "--kernels triton needs a GPU: use --kernels native or eager, or --device cuda"
             )
 
+    def is_valid(self, layer: LayerExperts) -> bool:
+        """Check that slot 0 is where it was.
+
+        A device that was taken away and added again has other memory.
+        """
+        return self.up.codes.data_ptr() == layer.in_slots.slots.address(0)
+
     def offset(self, layer: LayerExperts, slot: int) -> int:
         """Return the offset of one of a layer's slots, in units of 64 bytes.
 

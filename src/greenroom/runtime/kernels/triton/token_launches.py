@@ -38,7 +38,8 @@ class TokenLaunches:
 
     The token chooses `top_k` experts, with gate weights of one data type. Inputs are copied to
     memory of their own, so that a sequence of launches is the same for every token; from the second
-    token on it is a graph of the device, one launch.
+    token on it is a graph of the device, one launch. While a sequence is launched, the table does
+    not change: no slot is overwritten between a look-up and the products that read the slot.
     """
 
     def __init__(
@@ -67,12 +68,15 @@ class TokenLaunches:
             routing = Routing.of(np.arange(top_k)[None], top_k)
             step = self._step = TritonStep(layer, plan, self._x, routing, self._weights)
             self._result = torch.zeros_like(self._x)
-            tiles, computed, self._order, tokens, number = (
+            tiles, computed, self._order, tokens, self._number_there = (
                 torch.zeros(n, dtype=torch.int64, device=device)
                 for n in (4 * top_k, top_k, 2 * top_k, top_k, 1)
             )
+            self._copied = torch.zeros(1, dtype=torch.int64, device=device)
             report = self._engine.host_numbers(top_k) if report is None else report
+        self._report_there = report
         self._report = report.numpy()
+        self._stream: Any = None  # of the last token
         self._mid = step.mid if plan.activation.code == RAW else None
         self._up = step.projection(
             *(tiles, plan.up, layer.up_bias, step.act if self._mid is None else self._mid),
@@ -83,7 +87,7 @@ class TokenLaunches:
         )
         self._sum = step.summation(self._weights)
         arguments = (
-            *(table.offsets, tiles, computed, self._order, report, number),
+            *(table.offsets, tiles, computed, self._order, report, self._number_there),
             *(first, layer.num_experts, top_k),
         )
         size = triton.next_power_of_2(top_k)
@@ -93,6 +97,7 @@ class TokenLaunches:
         )
         self._sequences: Sequence[Work] = (self._compute, self._compute_again, self._add_up)
         self._in_graphs = False
+        self._counts_agree = True  # of look-ups here and on the device
 
     def start(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Launch the computation of one token's experts; return the sum of those in slots.
@@ -100,16 +105,17 @@ class TokenLaunches:
         x [1, H], index and weights [1, top_k]; the result [1, H] is complete if all experts are in
         slots.
         """
-        self._table.follow_stream()
-        self._stream = self._table.stream
-        with on_device(self._device):
+        with self._table.lock, on_device(self._device):
+            self._table.follow_stream()
+            if self._stream != self._table.stream:
+                self._stream = self._table.stream
+                self._hold_report()
             if self._number and not self._in_graphs:
                 self._capture()
             self._x.copy_(x)
             self._index.copy_(index)
             self._weights.copy_(weights)
-            self._number += 1
-            self._sequences[0]()
+            self._look_up_by(self._sequences[0])
             return self._result.clone()
 
     def run(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -117,34 +123,55 @@ class TokenLaunches:
 
         Nothing else uses these launches. Arguments are those of `start`.
         """
-        with on_device(self._device):
+        with self._table.lock, on_device(self._device):
             self._x.copy_(x)
             self._index.copy_(index)
             self._weights.copy_(weights)
             self._compute()
         return self._result
 
+    def _hold_report(self) -> None:
+        """Copy from the report's memory on the current stream, which torch then remembers.
+
+        Memory that a thread's end frees is not used again before the stream has passed the last
+        look-up, which writes there.
+        """
+        self._copied.copy_(self._report_there[:1], non_blocking=True)
+
     def _capture(self) -> None:
         """Make a graph of each sequence of launches, after all of its kernels were compiled."""
-        self._in_graphs, self._number = True, self._number + 1
-        self._compute_again()  # for the previous token, whose result does not change
+        self._in_graphs = True
+        # For the previous token, whose result does not change.
+        self._look_up_by(self._compute_again)
         self._sequences = [self._engine.capture(each) for each in self._sequences]
+
+    def _look_up_by(self, launch: Work) -> None:
+        """Launch a sequence that begins with a look-up, and count the look-up.
+
+        After an exception here, such as an interrupt, the device's count may differ from this one.
+        """
+        if not self._counts_agree:
+            self._number_there.fill_(self._number)
+        self._counts_agree, self._number = False, self._number + 1
+        launch()
+        self._counts_agree = True
 
     def start_again(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Launch the computation of the experts that have arrived since the last launch.
 
         `experts` are some of them, in `slots`; raises DeviceError if the table does not say so.
         """
-        for expert, slot in zip(experts, slots, strict=True):
-            if self._table.slot_of(self._first + expert) != slot:
-                raise DeviceError(f"the table of slots has expert {expert} not in slot {slot}")
-        with on_device(self._device):
-            self._number += 1
-            self._sequences[1]()
+        with self._table.lock, on_device(self._device):
+            self._table.follow_stream()
+            for expert, slot in zip(experts, slots, strict=True):
+                if self._table.slot_of(self._first + expert) != slot:
+                    raise DeviceError(f"the table of slots has expert {expert} not in slot {slot}")
+            self._look_up_by(self._sequences[1])
 
     def sum(self) -> Tensor:
         """Launch the sum over all experts, after `start_again`; return it: [1, H]."""
-        with on_device(self._device):
+        with self._table.lock, on_device(self._device):
+            self._table.follow_stream()
             self._sequences[2]()
             return self._result.clone()
 

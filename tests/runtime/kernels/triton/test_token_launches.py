@@ -1,0 +1,185 @@
+"""Launches for one token: their order, streams and counts, with stubs in place of kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from greenroom.errors import DeviceError
+from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.slot_table import SlotTable
+from greenroom.runtime.cuda.slots import DeviceSlots
+from greenroom.runtime.kernels.triton import look_up, one_token, programs
+from greenroom.runtime.kernels.triton.kernel import Launch
+from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
+from greenroom.runtime.slots.tier import ABSENT
+from tests.runtime.kernels.toys import experts, layer_of
+
+NAMES = {id(look_up.look_up): "look-up", id(one_token.project_one): "product",
+         id(programs.project): "product", id(programs.combine): "sum"}  # fmt: skip
+HIDDEN, INNER, TOP_K = 32, 32, 2
+
+
+class Streams(Engine):
+    """An engine whose threads have streams of their own, and what was launched on them."""
+
+    def __init__(self) -> None:
+        self.did: list[tuple[str, Any]] = []
+        self._local = threading.local()
+
+    @property
+    def on(self) -> list[Any]:
+        return self._local.__dict__.setdefault("on", [threading.current_thread().name])
+
+    def current_stream(self) -> Any:
+        return self.on[-1]
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        self.on.append(stream)
+        yield
+        self.on.pop()
+
+    def order(self, before: Any, after: Any) -> None:
+        self.did.append((f"waits for {before}", after))
+
+    def mark(self) -> Any:
+        self.did.append(("mark", self.on[-1]))
+
+
+class Rig:
+    """The launches of a layer of toy experts; `act` is called before each stub of a kernel."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine = Streams()
+        self.slots = DeviceSlots(self.engine, 4, 64, 4)
+        self.table = SlotTable(self.engine, self.slots, [1] * 6)
+        layer, _ = layer_of(experts("qwen3_moe", torch.bfloat16, HIDDEN, INNER))
+        self.act: Callable[[str], object] = lambda name: None
+        types = torch.int64, torch.bfloat16
+        self.launches = TokenLaunches(layer, self.table, 0, TOP_K, types)
+        rig = self
+
+        def start(launch: Launch, *first: Any) -> None:
+            name = NAMES[id(launch.program)]
+            rig.act(name)
+            rig.engine.did.append((name, rig.engine.on[-1]))
+            if name == "look-up":
+                report_slots(*first, *launch.arguments)
+
+        monkeypatch.setattr(Launch, "start", start)
+
+    def bring(self, expert: int, slot: int) -> None:
+        self.table.begin(expert, slot)
+        self.table.land(expert, slot)
+
+    def token(self, *chosen: int) -> list[int]:
+        x, index = torch.zeros(1, HIDDEN, dtype=torch.bfloat16), torch.tensor([chosen])
+        self.launches.start(x, index, torch.ones(1, TOP_K, dtype=torch.bfloat16))
+        return self.launches.read_report()
+
+
+def report_slots(
+    index: Any, offsets: Any, tiles: Any, computed: Any, order: Any, report: Any, number: Any,
+    *_: Any,
+) -> None:  # fmt: skip
+    """Do what the look-up does for the host."""
+    number += 1
+    report[:] = (number << 32) | (index[0] << 1) | (offsets[index[0]] > ABSENT)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(monkeypatch)
+
+
+def in_thread(name: str, work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work, name=name)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("name", ["start", "run"])
+def test_no_slot_changes_between_a_look_up_and_its_products(rig, name):
+    """A mark between them would let a copy overwrite the slot that a product reads."""
+    rig.bring(0, 1)
+    threads: list[threading.Thread] = []
+
+    def prefetch(name: str) -> None:
+        if name == "product" and not threads:
+            threads.append(threading.Thread(target=rig.table.begin, args=(5, 1)))
+            threads[0].start()
+            threads[0].join(0.05)
+
+    rig.act = prefetch
+    rig.engine.did.clear()
+    token = torch.zeros(1, HIDDEN), torch.tensor([[0, 3]]), torch.ones(1, TOP_K)
+    getattr(rig.launches, name)(*token)
+    threads[0].join(30)
+    assert [each & 1 for each in rig.launches._report.tolist()] == [1, 0]
+    done = [name for name, _ in rig.engine.did if "waits" not in name]
+    assert done == ["look-up", "product", "product", "sum", "mark"]
+    assert rig.table.slot_of(0) == -1
+
+
+def test_launches_that_were_interrupted_do_not_spoil_later_ones(rig):
+    rig.bring(2, 0)
+    rig.token(0, 1)
+    for at in ("look-up", "product"):
+
+        def interrupt(name: str, at: str = at) -> None:
+            if name == at:
+                raise KeyboardInterrupt
+
+        rig.act = interrupt
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                rig.token(0, 1)
+        rig.act = lambda name: None
+        assert [each & 1 for each in rig.token(2, 3)] == [1, 0]
+
+
+def test_a_stream_waits_for_the_one_on_which_the_table_was_changed(rig):
+    """Two threads, each with a stream of its own, ask the same table in turn."""
+    rig.token(0, 1)
+    main = threading.current_thread().name
+
+    def another() -> None:
+        with rig.table.lock:
+            rig.table.follow_stream()
+
+    in_thread("another", another)
+    rig.bring(1, 2)  # the entry is written on the other thread's stream
+    rig.engine.did.clear()
+    rig.launches.start_again([1], [2])
+    assert rig.engine.did[:2] == [("waits for another", main), ("look-up", main)]
+    in_thread("another", another)
+    rig.engine.did.clear()
+    rig.launches.sum()
+    assert rig.engine.did == [("waits for another", main), ("sum", main)]
+    with pytest.raises(DeviceError, match="not in slot 3"):
+        rig.launches.start_again([1], [3])
+
+
+def test_torch_knows_each_stream_that_writes_the_report(rig, monkeypatch):
+    """Torch uses freed pinned memory again when streams that copied from it have come so far."""
+    copied, copy = [], torch.Tensor.copy_
+
+    def watch(self: torch.Tensor, source: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if source.data_ptr() == rig.launches._report_there.data_ptr():
+            copied.append((rig.engine.on[-1], options["non_blocking"]))
+        return copy(self, source, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", watch)
+    for stream in ("one", "one", "two"):
+        with rig.engine.on_stream(stream):
+            rig.token(0, 1)
+    assert copied == [("one", True), ("two", True)]
