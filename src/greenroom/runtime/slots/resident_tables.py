@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from greenroom.core.cache.all_resident import AllResident
 from greenroom.core.pieces import Ints
 from greenroom.core.scheduler.scheduler import Scheduler
@@ -39,8 +41,30 @@ class ResidentTables:
 
     def __init__(self, scheduler: Scheduler, request_counts: Ints) -> None:
         self._scheduler, self._request_counts = scheduler, request_counts
+        self._each_count = memoryview(request_counts)  # type: ignore[arg-type]
         self._path: AllResident | None = None  # that owns the tables
         self._addresses: tuple[int, int, int, int]
+
+    def count(self, pieces: Ints) -> None:
+        """Count a use of each of a step's experts."""
+        # For a token's experts NumPy takes twice as long, once its code has left the caches.
+        counts = self._each_count
+        for piece in pieces.tolist():
+            counts[piece] += 1
+
+    def serve(self, steps: Sequence[tuple[int, list[int]]]) -> int | None:
+        """Record steps of different layers, (layer, its experts), if all experts are resident.
+
+        Returns the number of steps; None, and counts nothing, if the scheduler has to decide.
+        """
+        if (path := self._scheduler.resident_steps.path) is None:
+            return None
+        first = self._scheduler.view.pieces.offsets
+        pieces = np.array([first[layer] + e for layer, experts in steps for e in experts], np.int64)
+        if not path.serve(pieces, [len(experts) for _, experts in steps]):
+            return None
+        self._request_counts[pieces] += 1
+        return len(steps)
 
     def steps(self, layer: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
         """Compute consecutive MoE layers by `find`, while all chosen experts are resident.
@@ -52,7 +76,7 @@ class ResidentTables:
         Returns the number of layers computed; None, without a call of `find`, if the scheduler has
         to decide (see `AllResident`).
         """
-        if (path := self._scheduler.all_resident_path) is None:
+        if (path := self._scheduler.resident_steps.path) is None:
             return None
         if path is not self._path:
             self._addresses = (
