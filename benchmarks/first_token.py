@@ -1,11 +1,13 @@
 """Time to the first token of later prompts, beside the time of their reads and their computation.
 
     python benchmarks/first_token.py bench-data/qwen3-30b.gguf --memory 8GiB --prompts 19 128 512
+    python benchmarks/first_token.py FOLDER --cache 25% --prompts 2048 2048 --blocks 512 2048
 
 A first prompt fills the slots. On a virtual machine it waits for the host, which hands out memory
 page by page when it is first written to (real_sizes.py prints that rate). Then each row is a new
 prompt of random tokens: most of what it needs is not in memory, and takes the slots of others.
 
+    block       tokens of a prompt that one forward pass computes
     read GB     bytes of experts read for the prompt
     disk GB/s   direct reads of 4 MiB by two threads, measured just before the prompt
     reads s     read / disk
@@ -35,31 +37,37 @@ import torch
 # isort: on
 from common import commit, machine, table
 from real_sizes import weights_of
+from transformers import DynamicCache
 
 from greenroom.runtime.measure.bandwidth import disk_bandwidth, reads_directly
 
 COLUMNS = (
-    "tokens", "read GB", "disk GB/s", "reads s", "compute s", "TTFT s", "ratio", "busy", "waiting",
-    "computing",
+    "tokens", "block", "read GB", "disk GB/s", "reads s", "compute s", "TTFT s", "ratio", "busy",
+    "waiting", "computing",
 )  # fmt: skip
 Span = tuple[float, float]  # begin and end, in seconds
 
 
-def first_token(model: Any, tokens: int, disk: float, draw: torch.Generator) -> list[str]:
-    """Measure one prompt of random tokens; return its row."""
+def first_token(
+    model: Any, tokens: int, block: int, disk: float, draw: torch.Generator
+) -> list[str]:
+    """Measure one prompt of random tokens, computed in blocks; return its row."""
     room, vocabulary = model.greenroom, model.config.vocab_size
     ids = torch.randint(0, vocabulary, (1, tokens), generator=draw)
     read, waited = room.stats().bytes_read, room.driver.meter.stall_s
     room.timeline(True)
     start = time.perf_counter()
-    model(ids, use_cache=True, logits_to_keep=1)
+    cache = DynamicCache(config=model.config)
+    for part in ids.split(block, 1):
+        model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
     seconds = time.perf_counter() - start
     busy, share = link_use(room.timeline(False))
     read, waited = room.stats().bytes_read - read, room.driver.meter.stall_s - waited
     reads, compute = read / disk, seconds - waited
     return [
-        f"{tokens}", f"{read / 1e9:.2f}", f"{disk / 1e9:.2f}", f"{reads:.2f}", f"{compute:.2f}",
-        f"{seconds:.2f}", f"{seconds / max(reads, compute):.2f}", f"{busy / seconds:.0%}",
+        f"{tokens}", f"{block}", f"{read / 1e9:.2f}", f"{disk / 1e9:.2f}", f"{reads:.2f}",
+        f"{compute:.2f}", f"{seconds:.2f}", f"{seconds / max(reads, compute):.2f}",
+        f"{busy / seconds:.0%}",
         f"{share * read / waited / 1e9:.1f}", f"{(1 - share) * read / compute / 1e9:.1f}",
     ]  # fmt: skip
 
@@ -97,20 +105,27 @@ def main() -> None:
     parser.add_argument("--memory", help="of the process, such as 8GiB")
     parser.add_argument("--cache", help="slots in place of --memory, such as 25%%")
     parser.add_argument("--prompts", type=int, nargs="+", default=[19, 19, 128, 512], metavar="N")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[512], metavar="N")
+    parser.add_argument("--read-limit", metavar="SIZE", help="of the disk, a second, as 500MB")
     parser.add_argument(
         "--disk-bytes", type=int, default=1_200_000_000, metavar="N",
         help="read for a measurement of the disk (default: %(default)s)",
     )  # fmt: skip
     args = parser.parse_args()
     amount = {"memory": args.memory} if args.memory else {"cache": args.cache or "25%"}
-    model: Any = greenroom.load(str(args.model), context=1024, **amount)[0]
+    context, block = max(1024, *args.prompts), max(64, *args.blocks)
+    model: Any = greenroom.load(
+        str(args.model), context=context, prompt_block=block, read_limit=args.read_limit, **amount
+    )[0]
     print(f"commit {commit()}; {machine()}\n\n{args.model}\n")
     draw, files = torch.Generator().manual_seed(3), weights_of(args.model).files
     model(torch.randint(0, model.config.vocab_size, (1, 64), generator=draw), use_cache=True)
     rows = []
+    limit = model.greenroom.setup.read_limit
     for tokens in args.prompts:
         disk = disk_bandwidth(files, 4 << 20, 2, reads_directly(files[0]), args.disk_bytes)
-        rows.append(first_token(model, tokens, disk, draw))
+        disk = min(disk, limit or disk)
+        rows += [first_token(model, tokens, block, disk, draw) for block in args.blocks]
     print(table(COLUMNS, rows))
 
 

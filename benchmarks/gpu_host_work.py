@@ -11,6 +11,7 @@ launch takes a few microseconds more, and a GPU's queue hides what is done befor
     hits      layers whose experts are all in slots
     deferred  the scheduler's part of such a layer, after later layers' launches
     misses    layers that wait for an expert
+    graph     a layer's share of a token that is one graph, all of the decoder's host work
     launches  a layer; a graph of kernels is one
 """
 
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from common import commit, machine, table
 from worker import Passes
 
 from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.attach.graph_pass import GraphPass
 from greenroom.hf.measure.random_model import Shape, small_model
 from greenroom.hf.memory import devices
 from greenroom.hf.memory.setup import ModelSetup
@@ -46,12 +49,13 @@ from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime import forward
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.kernels.triton import look_up, one_token, programs
+from greenroom.runtime.cuda.token_graph import active_graph
+from greenroom.runtime.kernels.triton import look_up, one_token, programs, token_attention
 from greenroom.runtime.slots.tier import ABSENT
 
 SHAPE = Shape(hidden=256, inner=128, layers=8, experts=64, top_k=8)
-COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "launches", "layers hit",
-           "layers missed")  # fmt: skip
+COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "graph us", "launches",
+           "layers hit", "layers missed", "tokens as graphs")  # fmt: skip
 
 
 class Launches:
@@ -65,6 +69,8 @@ class Launches:
         programs.project = one_token.project_one = nothing  # type: ignore[assignment]
         programs.combine = Launch(self, lambda *arguments: arguments[3].zero_())  # type: ignore
         look_up.look_up = Launch(self, write_report)  # type: ignore[assignment]
+        token_attention.attend = token_attention.append = nothing  # type: ignore[assignment]
+        token_attention.merge = Launch(self, lambda *arguments: arguments[1].zero_())  # type: ignore
 
 
 def write_report(
@@ -115,12 +121,13 @@ class Clock:
     """CPU seconds of each call of a layer's experts, by whether it missed any.
 
     deferred: those of steps before, that are served while the device computes
+    tokens:   those of whole tokens that are one graph
     """
 
     def __init__(self, greenroom_: Greenroom, launches: Launches) -> None:
         self.seconds: dict[bool, list[float]] = defaultdict(list)
-        self.deferred: list[float] = []
-        self.on = False
+        self.deferred, self.tokens, self.on = list[float](), list[float](), False
+        compute, replay = GraphPass.forward, GraphPass._replay
         driver, inner = greenroom_.driver, forward._forward
         settle = driver.deferred.settle
 
@@ -133,6 +140,8 @@ class Clock:
         driver.deferred.settle = timed_settle  # type: ignore[method-assign]
 
         def timed(*arguments: Any) -> Any:
+            if active_graph() is not None:  # in the place of a launch
+                return inner(*arguments)
             misses, stubs = int(driver.miss_counts.sum()), launches.seconds
             begin = time.thread_time()
             result = inner(*arguments)
@@ -141,8 +150,26 @@ class Clock:
                 self.seconds[int(driver.miss_counts.sum()) > misses].append(seconds)
             return result
 
-        forward._forward = timed
-        self.remove = lambda: setattr(forward, "_forward", inner)
+        def noted(graph_pass: GraphPass, *arguments: Any) -> Any:
+            result = replay(graph_pass, *arguments)
+            self._is_graph = result is not None
+            return result
+
+        def timed_token(graph_pass: GraphPass, *arguments: Any, **keywords: Any) -> Any:
+            self._is_graph, stubs, begin = False, launches.seconds, time.thread_time()
+            result = compute(graph_pass, *arguments, **keywords)
+            if self._is_graph and self.on:
+                self.tokens.append(time.thread_time() - begin - (launches.seconds - stubs))
+            return result
+
+        def remove() -> None:
+            forward._forward = inner
+            GraphPass.forward, GraphPass._replay = compute, replay  # type: ignore[method-assign]
+
+        forward._forward, self.remove = timed, remove
+        GraphPass._replay = noted  # type: ignore[method-assign]
+        if (graph := greenroom_.bindings._graph) is not None:
+            graph._decoder.forward = partial(timed_token, graph)
 
 
 def measure(
@@ -171,6 +198,7 @@ def measure(
             passes.decode(tokens)
             profiler.disable()
         hits, misses = clock.seconds[False], clock.seconds[True]
+        whole = [seconds / SHAPE.layers for seconds in clock.tokens]
         ratio = model.greenroom.stats().hit_ratio
     finally:
         clock.remove()
@@ -181,10 +209,10 @@ def measure(
     def middle(seconds: list[float]) -> str:
         return f"{statistics.median(seconds) * 1e6:.0f}" if seconds else "-"
 
-    each = launches.count / max(1, len(hits) + len(misses))
+    each = launches.count / max(1, len(hits) + len(misses) + len(whole) * SHAPE.layers)
     return [
-        f"{setup.capacity}", f"{ratio:.1%}", middle(hits), middle(clock.deferred),
-        middle(misses), f"{each:.1f}", f"{len(hits)}", f"{len(misses)}",
+        f"{setup.capacity}", f"{ratio:.1%}", middle(hits), middle(clock.deferred), middle(misses),
+        middle(whole), f"{each:.1f}", f"{len(hits)}", f"{len(misses)}", f"{len(whole)}",
     ]  # fmt: skip
 
 

@@ -154,7 +154,7 @@ def test_every_option_has_help_and_a_valid_default(kind: type[LoadConfig]) -> No
         ({"max_queue": -1}, "--max-queue must be at least 0, got -1"),
         ({"max_tokens": 0}, "--max-tokens must be at least 1, got 0"),
         ({"port": 70000}, "--port must be at most 65535, got 70000"),
-        ({"prefill_chunk": 513}, "--prefill-chunk must be at most 512, got 513"),
+        ({"prefill_chunk": 8193}, "--prefill-chunk must be at most 8192, got 8193"),
         ({"timeout": 0}, "--timeout must be above 0, got 0"),
         ({"timeout": float("inf")}, "--timeout must be above 0, got inf"),
         ({"grace": -1}, "--grace must be at least 0, got -1"),

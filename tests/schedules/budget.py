@@ -48,7 +48,7 @@ class Attached(Greenroom):
         self.hooks = PassHooks(self.setup, self.driver, bindings, [], None)
         budget = SlotBudget(
             1 << 40, MemoryNeeds(0, 0, 0, 0, 0), catalog(), sizes, Workspace(0, 0, 0, 0),
-            context=CONTEXT, min_slots=1, release=lambda: None,
+            context=CONTEXT, block=512, min_slots=1, release=lambda: None,
         ).for_slots(FEWEST)  # fmt: skip
         budget._lock = THREADS.Lock()  # type: ignore[assignment]
         budget.bind(self.driver, False)

@@ -81,7 +81,7 @@ class ToyGreenroom:
         sizes = SimpleNamespace(total_bytes=lambda tokens: 8 * tokens,
                                 held_bytes=lambda tokens: 8 * tokens)  # fmt: skip
         self.setup = SimpleNamespace(
-            context=CONTEXT, keys_values=sizes, make_growing=lambda cache: None
+            context=CONTEXT, prompt_block=512, keys_values=sizes, make_growing=lambda cache: None
         )
 
     def resize(self, cache: str | int) -> int:

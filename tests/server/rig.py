@@ -130,7 +130,7 @@ class Served:
             if slots_at_full_context is not None:
                 slot_budget = SlotBudget(
                     1 << 40, MemoryNeeds(0, 0, 0, 0, 0), skeleton.catalog, sizes,
-                    Workspace(0, 0, 0, 0), context=context, min_slots=1,
+                    Workspace(0, 0, 0, 0), context=context, block=512, min_slots=1,
                 )  # fmt: skip
                 slot_budget = slot_budget.for_slots(slots_at_full_context)
                 slot_budget.budget += further_budget

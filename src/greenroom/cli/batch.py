@@ -58,7 +58,7 @@ def add_to(parser: Parser) -> None:
         {
             "max_batch": f"most requests that are answered at the same time (default: {BATCH})",
             "prefill_chunk": "prompt tokens that one forward pass computes while other answers are"
-            f" generated (default: {CHUNK})",
+            f" generated, at most --prompt-block (default: {CHUNK})",
         },
     )  # fmt: skip
     parser.set_defaults(max_batch=BATCH, prefill_chunk=CHUNK)

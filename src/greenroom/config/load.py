@@ -9,7 +9,7 @@ from greenroom.config.tables import check_policy, check_predictor
 from greenroom.config.values import KERNELS, KV, PREDICT_IN, parse_adapters, parse_device
 from greenroom.core.config.scheduler import TAU, SchedulerConfig
 from greenroom.errors import UsageError
-from greenroom.option import CACHE, INEXACT, MACHINE, MEMORY, PREFETCHING, at_least, option
+from greenroom.option import CACHE, INEXACT, MACHINE, MEMORY, PREFETCHING, at_least, option, within
 
 
 def budget(value: str | int, name: str) -> None:
@@ -22,6 +22,15 @@ def table_size(value: str | int, name: str) -> None:
     """Check the least size of a table on disk: bytes, or `off`. UsageError if invalid."""
     if value != "off":
         bytes_check("a number of bytes, as 64MiB, or off")(value, name)
+
+
+def block_size(value: str | int, name: str) -> None:
+    """Check the size of a prompt's blocks: a number of tokens, or `auto`. UsageError if invalid."""
+    if value == "auto":
+        return
+    if not str(value).isdecimal():
+        raise UsageError(f"{name} must be a number of tokens or auto, got {value}")
+    within(64, 8192)(int(value), name)
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,12 @@ class LoadConfig(SchedulerConfig):
         " about a half and a third of the memory, which changes the output; offloaded keeps a"
         " GPU's KV cache in main memory",
         None, KV, group=MEMORY,
+    )  # fmt: skip
+    prompt_block: str | int = option(
+        "auto", "tokens of a prompt that a forward pass computes while no answer is generated. A"
+        " larger block reads missing experts fewer times and takes more memory; it may change last"
+        " bits. auto: 512 on a CPU; 2048 to 8192 on a GPU, by its memory", "N|auto",
+        group=MEMORY, check=block_size,
     )  # fmt: skip
     disk_tables: str | int = option(
         "64MiB", "leave input embeddings of at least this size on disk, and read the rows of a"

@@ -114,10 +114,9 @@ class ServeConfig(SpeculationConfig):
         check=at_least(0),
     )
     prefill_chunk: int = option(
-        128, "prompt tokens that one forward pass computes while other answers are generated;"
-        " 512 if"
-        " there are none",
-        "N", check=at_least(1, 512),
+        128, "prompt tokens that one forward pass computes while other answers are generated, at"
+        " most --prompt-block; --prompt-block if there are none",
+        "N", check=at_least(1, 8192),
     )  # fmt: skip
     batch_delay: float = option(
         0.0, "milliseconds that a prompt waits for other prompts, to be computed with them: they"

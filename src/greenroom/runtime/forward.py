@@ -17,6 +17,7 @@ from greenroom.core.predictor import Ids, Inputs, LayerRouting
 from greenroom.errors import ClosedError
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.cuda.ids import to_host
+from greenroom.runtime.cuda.token_graph import active_graph
 from greenroom.runtime.driver.deferred_steps import ComputedStep
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.graphs import outside_graphs
@@ -321,6 +322,9 @@ def _token_step(
     The host reads the choice after the launches. If all experts were in slots, the scheduler
     observes the step while the device computes later layers; else now, since it must load some.
     """
+    if (graph := active_graph()) is not None:  # of the whole token
+        make = partial(binding.token_launches.of_graph, top_k_index, top_k_weights)
+        return graph.launch_experts(binding.layer, make, x, top_k_index, top_k_weights)
     driver = binding.driver
     result = driver.launch(partial(launches.start, x, top_k_index, top_k_weights))
     if driver.scheduler.resident_steps.path is None:  # else steps are served together

@@ -48,7 +48,7 @@ def slot_budget_of(skeleton: ModelSkeleton, kind: str = "dynamic", **options: An
     sizes = kv_bytes(skeleton.model, kind, block=512, room=CONTEXT, on_a_gpu=bool(options))
     return SlotBudget(
         1 << 40, NOTHING, skeleton.catalog, sizes, Workspace(0, 0, 0, 0),
-        context=CONTEXT, min_slots=1, **options,
+        context=CONTEXT, block=512, min_slots=1, **options,
     ).for_slots(FEWEST)  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def test_a_budget_that_cannot_hold_the_context_is_refused(folder):
     with pytest.raises(BudgetError, match="more than the budget of"):
         SlotBudget(
             SLACK + sizes.total_bytes(CONTEXT), NOTHING, skeleton.catalog, sizes,
-            Workspace(0, 0, 0, 0), context=CONTEXT, min_slots=1,
+            Workspace(0, 0, 0, 0), context=CONTEXT, block=512, min_slots=1,
         )  # fmt: skip
 
 

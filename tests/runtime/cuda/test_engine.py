@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +21,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     """An engine that was made before its device could fail."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     cuda = object.__new__(Cuda)
-    cuda.device = torch.device("cuda", 0)
+    cuda.device, cuda._streams = torch.device("cuda", 0), threading.local()
     return cuda
 
 
@@ -42,6 +44,59 @@ def test_a_gpu_that_does_not_start_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "init", broken)
     with pytest.raises(DeviceError, match="the GPU failed: CUDA driver error: unknown error"):
         Cuda()
+
+
+class Streams:
+    """What `Cuda.copying` asks of torch.cuda, without a GPU: streams, and events that note them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made, self.current, self.log = 0, threading.local(), list[tuple[str, int]]()
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(self))
+        monkeypatch.setattr(torch.cuda, "stream", self.using)
+        monkeypatch.setattr(torch.cuda, "Event", lambda blocking: Event(self))
+
+    @contextlib.contextmanager
+    def using(self, stream: Any) -> Iterator[None]:
+        self.current.number = stream.number
+        yield
+        self.current.number = -1
+
+
+class Stream:
+    def __init__(self, streams: Streams) -> None:
+        self.number, self._log = streams.made, streams.log
+        streams.made += 1
+
+    def wait_event(self, event: str) -> None:
+        self._log.append((f"wait for {event}", self.number))
+
+
+class Event:
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def record(self, stream: Stream) -> None:
+        self._streams.log.append(("record", stream.number))
+
+    def synchronize(self) -> None:
+        self._streams.log.append(("synchronize", self._streams.current.number))
+
+
+def test_each_thread_copies_on_a_stream_of_its_own(gpu, monkeypatch):
+    streams = Streams(monkeypatch)
+
+    def copy_twice() -> None:
+        for mark in (None, "mark"):
+            with gpu.copying(mark):
+                streams.log.append(("copy", streams.current.number))
+
+    for _ in range(2):
+        thread = threading.Thread(target=copy_twice)
+        thread.start()
+        thread.join()
+    once = ["copy", "record", "synchronize"]
+    expected = [*once, "wait for mark", *once]
+    assert streams.log == [(what, number) for number in (0, 1) for what in expected]
 
 
 class Refusing:

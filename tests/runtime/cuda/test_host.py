@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from greenroom.config import show_bytes
 from greenroom.core.events import StartChunk
 from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine, device_errors, first_line
@@ -21,16 +22,16 @@ LAYERS, EXPERTS = 3, 6
 
 
 class Registered(Engine):
-    """An engine that counts registrations, and refuses them with a given message."""
+    """An engine that counts registrations, and refuses them after some, with a given message."""
 
-    def __init__(self, refusal: str | None = None) -> None:
-        self.refusal = refusal
+    def __init__(self, refusal: str | None = None, after: int = 0) -> None:
+        self.refusal, self.after = refusal, after
         self.ranges: list[tuple[int, int]] = []
         self.undone: list[int] = []
 
     def register(self, address: int, nbytes: int) -> str | None:
         self.ranges.append((address, nbytes))
-        return self.refusal
+        return self.refusal if len(self.ranges) > self.after else None
 
     def unregister(self, address: int) -> None:
         self.undone.append(address)
@@ -47,10 +48,37 @@ def test_staging_slots_and_tier_slots_are_one_reservation_registered_once(disk):
     catalog = disk(LAYERS, EXPERTS)
     chunks, engine = chunks_of(catalog), Registered()
     staging_slot, slot = slot_sizes(chunks)
-    memory = HostMemory(engine, chunks, staging_slots=4, capacity=5)
+    memory, shares = HostMemory(engine, chunks, staging_slots=4, capacity=5), list[float]()
+    assert not engine.ranges
+    memory.pin(shares.append)
+    assert shares == [1]
     assert [nbytes for _, nbytes in engine.ranges] == [4 * staging_slot + 5 * slot]
     assert engine.ranges[0][0] % BLOCK == 0
     memory.close()
+    memory.close()
+    assert engine.undone == [engine.ranges[0][0]]
+
+
+def test_memory_is_registered_in_pieces_of_whole_slots(disk, caplog):
+    catalog = disk(LAYERS, EXPERTS)
+    chunks, engine, shares = chunks_of(catalog), Registered(), list[float]()
+    staging_slot, slot = slot_sizes(chunks)
+    memory = HostMemory(engine, chunks, staging_slots=3, capacity=5)
+    memory.pin(shares.append, piece=2 * slot)
+    begins = [address - engine.ranges[0][0] for address, _ in engine.ranges]
+    places = {n * staging_slot for n in range(3)} | {3 * staging_slot + n * slot for n in range(5)}
+    assert set(begins) <= places
+    assert len(begins) == len(shares) > 2
+    assert shares[-1] == 1
+    assert [sum(n for _, n in engine.ranges[:i]) for i in range(len(begins))] == begins
+    assert sum(nbytes for _, nbytes in engine.ranges) == memory.nbytes
+    memory.close()
+    assert sorted(engine.undone) == [address for address, _ in engine.ranges]
+    engine = Registered("no more", after=1)
+    memory = HostMemory(engine, chunks, staging_slots=3, capacity=5)
+    with caplog.at_level(logging.WARNING):
+        memory.pin(piece=2 * slot)
+    assert f"{show_bytes(memory.nbytes - engine.ranges[0][1])} of" in caplog.text
     memory.close()
     assert engine.undone == [engine.ranges[0][0]]
 
@@ -79,6 +107,7 @@ def test_memory_that_cannot_be_registered_is_reported_and_used(disk, caplog):
     catalog = disk(LAYERS, EXPERTS)
     with caplog.at_level(logging.WARNING):
         memory = HostMemory(Registered("operation not permitted"), chunks_of(catalog), 4, 2)
+        memory.pin()
     (record,) = caplog.records
     assert "could not be registered with the GPU (operation not permitted)" in record.message
     assert "--host-memory" in record.message

@@ -58,8 +58,9 @@ class Greenroom:
     _head_timer: HeadTimer | None = None
 
     def __init__(
-        self, model: PreTrainedModel, setup: ModelSetup, store: Store | None = None
-    ) -> None:
+        self, model: PreTrainedModel, setup: ModelSetup, store: Store | None = None,
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> None:  # fmt: skip
         """Attach an expert cache that reads from `store`, or from the checkpoint's files."""
         module_guard.remove(model)  # an earlier cache's guard refuses to move modules to a device
         self._model, self.setup = weakref.ref(model), (setup := in_kernel_order(setup))
@@ -76,21 +77,20 @@ class Greenroom:
         history = files.load_routing(key) if key else None
         self._split_counts = SplitCounts.of(setup, history)
         records_routing = key and files.is_enabled() and not model.config.is_encoder_decoder
-        self._recent_routing = (
-            RecentRouting(setup.catalog.offsets, history) if records_routing else None
-        )
+        recent = RecentRouting(setup.catalog.offsets, history) if records_routing else None
+        self._recent_routing = recent
         co_compute = host_computes(setup)
         self._top_k = predictors.shape.top_k if predictors else experts_per_token(model)
-        self._ahead = default_borrow_limit(self._top_k) if predictors else 0
-        if co_compute or setup.config.proposes():
-            self._ahead = default_borrow_limit(self._top_k)
+        borrows = predictors or co_compute or setup.config.proposes()
+        self._ahead = default_borrow_limit(self._top_k) if borrows else 0
         self.engines = engines_for(setup)
         self.engine = self.engines[0] if self.engines else None
         store, self.direct = open_store(setup, store)
         with close_on_error(store):
             self.driver, self._host_tier = make_driver(
-                setup, store, self.engines, self.predictor, self._top_k, self._ahead, co_compute
-            )
+                setup, store, self.engines, self.predictor, self._top_k, self._ahead, co_compute,
+                progress,
+            )  # fmt: skip
         if self._split_counts is not None:
             self._split_counts.forecast = self.driver.scheduler.view.forecast
         self._warm_start = WarmStart(key, self.driver, history, name, self.predictor)
@@ -99,9 +99,8 @@ class Greenroom:
         self._slots_each = setup.capacity / setup.active_devices  # on each device
         self._stats_base = totals(self.driver, self._host_tier)
         self.bindings = Bindings(self.kernel, modules, setup, self.engines, self.driver)
-        observers: list[Observer] = [
-            each for each in (self._split_counts, self._recent_routing) if each is not None
-        ]
+        optional = self._split_counts, recent
+        observers: list[Observer] = [each for each in optional if each is not None]
         self.hooks = PassHooks(setup, self.driver, self.bindings, observers, self.predictor)
         on_routing = self.hooks.on_routing if observers or setup.pins is not None else None
         try:

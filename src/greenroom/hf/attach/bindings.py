@@ -17,8 +17,9 @@ from greenroom.core.predictor import Ids
 from greenroom.hf.attach.routers import ChangedRouters
 from greenroom.hf.attach.shared import SharedModules
 from greenroom.hf.checkpoint.pack.catalog import PackCatalog
-from greenroom.hf.kv.cache import append_token, remove_token
+from greenroom.hf.kv.cache import ROOM, append_token, remove_token
 from greenroom.hf.memory.approximate import approximate_layer
+from greenroom.hf.memory.budget import experts_per_token
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.mtp.layer import mtp_layer_of
 from greenroom.hf.variants.routing import VariantRouting
@@ -71,6 +72,7 @@ class Bindings:
         self.accelerated: Accelerated | None = None
         self.shared: SharedModules | None = None
         self._routers: ChangedRouters | None = None
+        self._graph: Any = None  # of a token on a GPU, where there is one
         self._setup, self._driver, self._slots = setup, driver, driver.slots
         self._engines, self._engine = engines, engines[0] if engines else Engine()
         # Redirects tokens to the experts of their variants; None: the model has none.
@@ -127,6 +129,11 @@ class Bindings:
                 for module in list(model.modules()):
                     if (decode_pass := DecodePass.of(module, fused)) is not None:
                         self.accelerated.add_pass(module, decode_pass.forward)
+        if self.kernel.name == GPU_KERNEL and self._setup.approximation is None:
+            from greenroom.hf.attach.graph_pass import GraphPass  # which imports Triton
+
+            room, top_k = max(self._setup.context, ROOM), experts_per_token(model)
+            self._graph = GraphPass.of(model, self.modules, self._engine, top_k, room)
         self.kernel_description = describe_kernel(
             self.kernel, self.experts, self._setup.kernel_fallback
         )
@@ -257,6 +264,6 @@ class Bindings:
         for module in self.modules:
             if hasattr(module, BINDING):
                 delattr(module, BINDING)
-        for part in (self.shared, self.accelerated, self._routers):
+        for part in (self.shared, self.accelerated, self._routers, self._graph):
             if part is not None:
                 part.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from greenroom.core.build import build_scheduler
@@ -43,12 +43,14 @@ def make_driver(
     top_k: int,
     ahead: int,
     co_compute: bool,
+    progress: Callable[[float], None],
 ) -> tuple[Driver, HostTier | None]:
     """Make the driver that loads experts from a store into slots.
 
     top_k:      experts that a token uses in a layer
     ahead:      slots that prefetches may borrow at a time
     co_compute: whether the host's CPU computes some of the missing experts too
+    progress:   called with the share of the host memory that was registered with a GPU
 
     Returns the driver, and the cache of experts in host memory if a GPU computes and it has room.
     """
@@ -74,6 +76,7 @@ def make_driver(
     if len(lanes) > 1:
         staging = scheduler.view.staging_slots
         between = make_host_memory(setup, pieces, chunks, staging, engines, co_compute)
+        between.pin(progress)
     table = None
     if has_slot_table(setup, co_compute):
         assert isinstance(slots, DeviceSlots)

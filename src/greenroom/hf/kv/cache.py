@@ -118,6 +118,22 @@ class GrowingLayer(DynamicLayer):
         self._add(tokens, *like)
         return self._tensors()
 
+    @property
+    def has_room(self) -> bool:
+        """Return whether one token of one sequence fits in place, without a change of form."""
+        plain = self._buffers is not None and self._is_single and not self.format_number
+        return plain and self._count < self._most
+
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """Return the tensors of keys and of values, with their room, where `has_room` is true."""
+        assert self._buffers is not None
+        return self._buffers
+
+    def count_token(self) -> None:
+        """Count a token that a kernel has written behind the others."""
+        self._count, self._views = self._count + 1, None
+
     def append_token(self) -> KeyValueView | None:
         """Add room for one token to a KV cache layer.
 
@@ -131,7 +147,7 @@ class GrowingLayer(DynamicLayer):
                 return None
             self._make(self.get_seq_length() + 1, (keys, values))
             assert self._buffers is not None
-        self._count, self._views = self._count + 1, None
+        self.count_token()
         return KeyValueView(*self._buffers, self._count, self.format_number)
 
     def _add(self, tokens: int, *like: Tensor) -> None:

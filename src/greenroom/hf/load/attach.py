@@ -16,10 +16,9 @@ from greenroom.core.cache.cache import compile_for
 from greenroom.core.machine import machine_name
 from greenroom.errors import BudgetError, OutputError
 from greenroom.hf.attach.attach import Greenroom
-from greenroom.hf.kv.kinds import CacheKind
 from greenroom.hf.load.budget import Budget, least_slots, with_host_tier
 from greenroom.hf.load.describe import Description
-from greenroom.hf.memory.budget import PREFILL_BLOCK, Workspace
+from greenroom.hf.memory.budget import Workspace
 from greenroom.hf.memory.devices import COMPILED
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
@@ -52,14 +51,17 @@ def attach(
     """
     progress(0.1, "loading the dense parts")
     model: Any = description.skeleton.load(budget.engines[0].device if budget.engines else "cpu")
-    generation = _replace_settings(model, description.keys_values.kind)
+    generation = _replace_settings(model, setup)
     progress(0.5, "compiling the policy")
     compile_for(policy(setup.policy))
     if setup.host_bytes is not None:
         release_memory()
         setup = with_host_tier(setup, config)  # measures the process again
-    progress(0.7, "making room for the experts")
-    model.greenroom = greenroom = Greenroom(model, setup)
+    step = "making room for the experts"
+    progress(0.7, step)
+    model.greenroom = greenroom = Greenroom(
+        model, setup, progress=lambda share: progress(0.7 + 0.2 * share, step)
+    )
     greenroom.original_generation_config = generation
     try:
         greenroom.compile()
@@ -94,13 +96,13 @@ def _fewest(greenroom: Greenroom, budget: Budget) -> int:
     return greenroom.capacity
 
 
-def _replace_settings(model: Any, kv: CacheKind) -> Any:
+def _replace_settings(model: Any, setup: ModelSetup) -> Any:
     """Set prefill block size and KV cache type in a generation config; return the original."""
     settings = model.generation_config
     before = deepcopy(settings)
     if not model.config.is_encoder_decoder:  # an encoder reads a prompt in one pass
-        settings.prefill_chunk_size = PREFILL_BLOCK
-    for name, value in kv.generation_options.items():
+        settings.prefill_chunk_size = setup.prompt_block
+    for name, value in setup.keys_values.kind.generation_options.items():
         setattr(settings, name, value)
     return before
 

@@ -70,6 +70,7 @@ def requested_setup(
         direct=config.direct,
         read_limit=None if limit is None else Amount.parse(limit, "--read-limit").nbytes,
         context=description.context,
+        prompt_block=description.prompt_block,
         keys_values=description.keys_values,
         source=source,
         variants=skeleton.variants,

@@ -19,8 +19,9 @@ from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
 from greenroom.hf.checkpoint.resolve import open_or_inspect
 from greenroom.hf.kv.sizes import KVBytes, kv_bytes
 from greenroom.hf.memory.approximate import check_copies
-from greenroom.hf.memory.budget import PREFILL_BLOCK, MemoryNeeds, Workspace, experts_per_token
+from greenroom.hf.memory.budget import MemoryNeeds, Workspace, experts_per_token
 from greenroom.hf.memory.devices import COMPILED
+from greenroom.hf.memory.prompt_block import prompt_block
 from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.hf.mtp.layer import mtp_layer_of
@@ -45,6 +46,7 @@ class Description:
     skeleton:    the model on the meta device, without its expert parameters
     fingerprint: digest of the checkpoint, by which results of earlier runs are stored
     context:     tokens that the KV cache has room for
+    prompt_block: most tokens of a prompt that a forward pass computes
     keys_values: bytes of the KV cache by number of tokens
     top_k:       experts that one token uses in a layer
     """
@@ -52,6 +54,7 @@ class Description:
     skeleton: ModelSkeleton
     fingerprint: str
     context: int
+    prompt_block: int
     keys_values: KVBytes
     top_k: int
 
@@ -62,8 +65,9 @@ class Description:
         Raises UsageError if the model cannot use the KV cache type of `--kv`.
         """
         context = context_of(skeleton.model, config.context)
+        block = prompt_block(config, skeleton, context, on_a_gpu)
         keys_values = kv_bytes(
-            skeleton.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=on_a_gpu, room=context
+            skeleton.model, config.kv, block=block, on_a_gpu=on_a_gpu, room=context
         )
         digest = fingerprint(skeleton.checkpoint)
         if mtp_layer_of(skeleton.model) is not None:  # it has experts and a KV cache of its own
@@ -74,7 +78,8 @@ class Description:
             digest += f"-adapters-{skeleton.variants.digest}"
         if skeleton.subset is not None:
             digest += f"-subset-{skeleton.subset.digest}"
-        return cls(skeleton, digest, context, keys_values, experts_per_token(skeleton.model))
+        top_k = experts_per_token(skeleton.model)
+        return cls(skeleton, digest, context, block, keys_values, top_k)
 
     def slot_budget(
         self,
@@ -119,6 +124,7 @@ class Description:
             self.keys_values,
             space,
             self.context,
+            self.prompt_block,
             min_slots,
             **options,
         )

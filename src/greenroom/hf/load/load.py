@@ -42,10 +42,11 @@ def load(
     demand_order: str = "id", expert_order: str = "resident", prefetch: str = "auto",
     predictor: str | None = None, no_guard: bool = False, prefetch_rule: str = "value",
     predict_in: str = "auto", tau: int = 5000, context: int = 4096, kv: str = "dynamic",
-    disk_tables: str | int = "64MiB", pressure: str = "auto", readers: int = 4,
-    direct: str = "auto", repack: str | None = None, read_limit: str | int | None = None,
-    dtype: str = "auto", config: str | None = None, adapter: str | tuple[str, ...] | None = None,
-    only_experts: str | None = None, threads: int | None = None, spare_devices: int = 0
+    prompt_block: str | int = "auto", disk_tables: str | int = "64MiB", pressure: str = "auto",
+    readers: int = 4, direct: str = "auto", repack: str | None = None, dtype: str = "auto",
+    read_limit: str | int | None = None, config: str | None = None, threads: int | None = None,
+    adapter: str | tuple[str, ...] | None = None, only_experts: str | None = None,
+    spare_devices: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
@@ -56,7 +57,7 @@ def load(
     host_memory: with a GPU, the limit for the process in host memory, in the form of `memory`
     cache: size of the expert cache, instead of `memory`: "25%" of the experts, or "2GiB"
     pressure: give slots back while other processes need memory: auto (not with `cache`), on, off
-    context: most tokens of a prompt and its answer together
+    context, prompt_block: most tokens of a prompt and its answer; of a prompt in one pass ("auto")
     kv: type of the KV cache: dynamic, offloaded; int8 or int4, which change the output
     disk_tables: least size of an input embedding that stays on disk, "64MiB", or "off"
     device: auto (cuda if torch has it), cpu, cuda, "cuda:0,cuda:1", fake (for tests)
@@ -66,8 +67,7 @@ def load(
     config: of a GGUF file, the folder, file or hub id with the original config and tokenizer
     adapter, only_experts: folder with changed experts (ESFT); file of the only experts to use
     threads, readers: numbers of threads that compute on the CPU, and that read experts from disk
-    direct: bypass the page cache when experts are read: auto, on, off
-    read_limit: most bytes that are read in a second, to imitate a slower disk: "50MB"
+    direct, read_limit: bypass the page cache (auto, on, off); most bytes a second, as "50MB"
     repack: folder for a copy of the model in which each expert is one range; made if missing
     policy: eviction policy of the expert cache: auto, lru, llru, moe-infinity, ...
     scope: division of slots among layers: shared (none), per-layer (equal), "N,N,...", a file
@@ -127,7 +127,8 @@ def load_with(
         description = Description.of(skeleton, config, on_a_gpu)
         setup = requested_setup(files, description, config, remember)
         tokenizer = tokenizer_of(files.checkpoint)
-        caller_bytes += picture_bytes(skeleton.model, description.context, picture_tokens)
+        context, block = description.context, description.prompt_block
+        caller_bytes += picture_bytes(skeleton.model, context, picture_tokens, block)
         budget = budget_for(description, setup, config, caller_bytes)
         setup = complete_setup(description, budget, config)
         return attach(description, budget, setup, config, progress), tokenizer

@@ -19,8 +19,8 @@ from greenroom.runtime.kernels.dense.table import disk_bytes
 
 # Options that the line repeats as given; those of the scheduler are repeated too.
 AS_GIVEN = (
-    "kv", "disk_tables", "device", "host_memory", "readers", "direct", "read_limit", "repack",
-    "dtype", "threads", "pin", "config", "adapter", "only_experts",
+    "kv", "prompt_block", "disk_tables", "device", "host_memory", "readers", "direct",
+    "read_limit", "repack", "dtype", "threads", "pin", "config", "adapter", "only_experts",
 )  # fmt: skip
 LONGEST = 160  # characters of the short line
 SEPARATOR = " · "

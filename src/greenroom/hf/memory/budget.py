@@ -29,7 +29,6 @@ from greenroom.runtime.kernels.matrix import unsupported_reason
 from greenroom.runtime.memory.system import available_bytes, rss_bytes
 from greenroom.runtime.store.disk import CHUNK_BYTES, Chunk, cut
 
-PREFILL_BLOCK = 512  # tokens; longer prompts are read in blocks of this size
 AUTO_SHARE = 0.8  # of available memory; the remainder is left to other processes
 LARGE_SHARE = 0.25  # of the needs: above it, an error suggests a shorter context
 ROWS_EXPANDED = 64  # rows of float32 that a thread of the compiled kernel may need for scratch
@@ -293,7 +292,7 @@ class Workspace:
         pair = heads * 10 if eager else 8  # scores, or a mask
         return cls(int(widened + logits), experts + dense, repeated, pair)
 
-    def nbytes(self, batch: int, length: int, tokens: int, block: int = PREFILL_BLOCK) -> int:
+    def nbytes(self, batch: int, length: int, tokens: int, block: int) -> int:
         """Return the activation bytes of a pass of `batch` sequences.
 
         length: new tokens of each sequence

@@ -61,6 +61,7 @@ class ModelSetup:
     budget_bytes: int | None = None  # of the memory that has the slots
     host_bytes: int | None = None  # budget of host memory behind a GPU
     context: int = 0  # tokens that the KV cache has room for
+    prompt_block: int = 512  # most tokens of a prompt that a forward pass computes
     keys_values: KVBytes = field(default_factory=lambda: KVBytes(()))  # of one sequence
     source: ModelSource | None = None  # the checkpoint, which materialize reads again
     variants: ExpertVariants | None = None  # of the experts in the catalog; None: the model alone

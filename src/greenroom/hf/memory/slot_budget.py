@@ -19,7 +19,7 @@ from greenroom.core.layout import Catalog
 from greenroom.errors import DeviceError
 from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv.sizes import KVBytes
-from greenroom.hf.memory.budget import PREFILL_BLOCK, SLACK, MemoryNeeds, Workspace, capacity_for
+from greenroom.hf.memory.budget import SLACK, MemoryNeeds, Workspace, capacity_for
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.memory.system import trim_heap
 
@@ -36,6 +36,7 @@ class SlotBudget:
     budget:    bytes; with several GPUs, of each of them
     need:      memory that is constant during the run, without KV cache and activations
     context:   most tokens of a sequence
+    block:     most tokens of a prompt that a forward pass computes
     min_slots: slots that a full context must leave; otherwise BudgetError is raised
     label:     which memory the budget is of, for messages; "" for the process's memory
     devices:   number of GPUs that the slots are distributed over
@@ -49,6 +50,7 @@ class SlotBudget:
     keys_values: KVBytes
     workspace: Workspace
     context: int
+    block: int
     min_slots: int
     label: str = ""
     devices: int = 1
@@ -65,7 +67,7 @@ class SlotBudget:
     _retired: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self._block = min(self.context, PREFILL_BLOCK)
+        self._block = min(self.context, self.block)
         self.full_context_slots = self._slots(self.full_context_needs())
 
     def full_context_needs(self) -> MemoryNeeds:
@@ -237,7 +239,7 @@ class SlotBudget:
         return length > 1 or not self._in_place
 
     def _needs(self, keys_values: int, batch: int, length: int, tokens: int) -> MemoryNeeds:
-        workspace = self.workspace.nbytes(batch, length, tokens) + SLACK
+        workspace = self.workspace.nbytes(batch, length, tokens, self._block) + SLACK
         return replace(self.need, kv_cache=keys_values, workspace=workspace)
 
     def _resize_slots(self, need: MemoryNeeds) -> None:

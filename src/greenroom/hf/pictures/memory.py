@@ -7,7 +7,6 @@ from typing import Any
 from greenroom.hf.pictures.decode import MOST_PIXELS, PIXEL_BYTES
 from greenroom.hf.pictures.support import picture_obstacle
 
-BLOCK = 512  # tokens of a pass with prompts only, whose pictures are in memory besides a longer one
 WAITING_BYTES = 64 << 20  # of the pixels of all requests, from their arrival to their end
 CHANNELS = 3
 
@@ -19,10 +18,11 @@ def waiting_bytes(model: Any, context: int) -> int:
     return max(WAITING_BYTES, context * token)
 
 
-def picture_bytes(model: Any, context: int, most_tokens: int) -> int:
+def picture_bytes(model: Any, context: int, most_tokens: int, block: int) -> int:
     """Return the bytes that a server needs for pictures; 0 if the model takes none.
 
     most_tokens: of a picture; larger ones are scaled down
+    block: most tokens of a prompt in a pass, whose pictures are in memory besides a longer one
 
     They are: one picture that is decoded, the pixels of requests, the activations of the vision
     tower for one picture, and hidden states of pictures in a pass. The model may be on the meta
@@ -32,7 +32,7 @@ def picture_bytes(model: Any, context: int, most_tokens: int) -> int:
         return 0
     vision = model.config.vision_config
     tokens = min(context, most_tokens)
-    states = (tokens + BLOCK) * (1 + len(vision.deepstack_visual_indexes))
+    states = (tokens + block) * (1 + len(vision.deepstack_visual_indexes))
     hidden = states * vision.out_hidden_size * model.dtype.itemsize
     decoded = MOST_PIXELS * PIXEL_BYTES
     return decoded + waiting_bytes(model, context) + tower_bytes(model, tokens) + hidden

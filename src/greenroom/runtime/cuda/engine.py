@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -115,19 +116,19 @@ class Engine:
 
 
 class Cuda(Engine):
-    """Engine of a CUDA GPU, on which copies have a stream of their own.
+    """Engine of a CUDA GPU.
 
-    A thread that copies releases the GIL and sleeps until its copies are complete.
+    Each thread that copies has a stream of its own, so that one copy is on its way while another
+    thread prepares the next. A thread releases the GIL and sleeps until its copies are complete.
     """
 
     def __init__(self, index: int = 0) -> None:
         with device_errors():
             self.device = torch.device("cuda", index)
             torch.cuda.init()
-            with torch.cuda.device(self.device):
-                self._stream = torch.cuda.Stream()
             self.name = torch.cuda.get_device_name(self.device)
         self.node = node_of(pci_address(self.device))
+        self._streams = threading.local()
 
     def empty(self, nbytes: int) -> Tensor:
         with torch.cuda.device(self.device), device_errors(f"{show_bytes(nbytes)} for slots"):
@@ -149,13 +150,23 @@ class Cuda(Engine):
 
     @contextlib.contextmanager
     def copying(self, after: Mark) -> Iterator[None]:
-        with device_errors(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
-            yield
-            done = torch.cuda.Event(blocking=True)  # the waiting thread sleeps and releases the GIL
-            done.record(self._stream)
-            done.synchronize()
+        with device_errors(), torch.cuda.device(self.device):
+            stream = self._copy_stream
+            with torch.cuda.stream(stream):
+                if after is not None:
+                    stream.wait_event(after)
+                yield
+                done = torch.cuda.Event(blocking=True)  # the thread sleeps and releases the GIL
+                done.record(stream)
+                done.synchronize()
+
+    @property
+    def _copy_stream(self) -> torch.cuda.Stream:
+        """Return the calling thread's stream for copies."""
+        stream: torch.cuda.Stream | None = getattr(self._streams, "copies", None)
+        if stream is None:
+            stream = self._streams.copies = torch.cuda.Stream(self.device)
+        return stream
 
     def wait(self, mark: Mark) -> None:
         if mark is not None:

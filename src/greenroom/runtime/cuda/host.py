@@ -1,10 +1,11 @@
 """Host memory that serves a GPU: staging slots for transfers, and a cache of experts.
 
-All of it is one mapping, registered (pinned) with the GPU once, so that copies run concurrently
-with computation. If the system refuses to pin the memory (for example because of a limit of locked
-memory), copies go through the GPU driver's buffers, more slowly, and a warning is logged. A slot in
-the layout of the disk contains an expert's chunks (parts of at most 4 MiB) one after another, each
-with the room that direct reads need around it.
+All of it is one mapping, registered (pinned) with the GPU in pieces, so that copies run
+concurrently with computation. If the system refuses to pin a piece (for example because of a limit
+of locked memory), copies from there and from what follows go through the GPU driver's buffers, more
+slowly, and a warning is logged. Staging slots come first, so they are the last to lose it. A slot
+in the layout of the disk contains an expert's chunks (parts of at most 4 MiB) one after another,
+each with the room that direct reads need around it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,7 @@ from greenroom.core.events import StartChunk
 from greenroom.core.layout import Copy
 from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.registration import PIECE, Registration, pieces_of_memory
 from greenroom.runtime.memory import numa
 from greenroom.runtime.memory.system import reserve_memory
 from greenroom.runtime.slots.host import HostSlots
@@ -61,7 +64,7 @@ class HostMemory:
         stride: int | None = None,
         groups: Sequence[tuple[int, NDArray[np.int64]]] | None = None,
     ) -> None:
-        """Reserve the host memory and pin it.
+        """Reserve the host memory; `pin` registers it with the GPU.
 
         chunks: the chunks of each expert, expert segment or copy (piece)
         capacity: number of cache slots of equal size, which fit any piece
@@ -73,7 +76,8 @@ class HostMemory:
         """
         self.engine, self._chunks = engine, chunks
         self.staging_bytes, self.slot_bytes = slot_sizes(chunks)
-        self.slot_bytes, first_byte = stride or self.slot_bytes, staging_slots * self.staging_bytes
+        self.slot_bytes = stride or self.slot_bytes
+        self._first_byte = first_byte = staging_slots * self.staging_bytes
         sizes = [(capacity, self.slot_bytes)]
         if groups is not None:
             sizes = slots_by_size(piece_rooms(chunks), groups)
@@ -102,14 +106,32 @@ class HostMemory:
             nodes = [(1, node) for _, node in nodes]
         share = self.slot_bytes if groups is None else self.nbytes - first_byte
         numa.place(address + first_byte, [(n * share, node) for n, node in nodes])
-        self.refused = engine.register(address, self.nbytes)
-        if self.refused is not None:
+        with contextlib.suppress(OSError, AttributeError):  # a fork would copy pinned pages
+            self._map.madvise(mmap.MADV_DONTFORK)
+        self._registration = Registration(engine)
+
+    def pin(
+        self, progress: Callable[[float], None] = lambda share: None, piece: int = PIECE
+    ) -> None:
+        """Register the memory with the GPU, in pieces of `piece` bytes.
+
+        `progress` is called with the share that is done. What cannot be registered is used as it
+        is, and a warning says so.
+        """
+        starts = [np.arange(0, self._first_byte, self.staging_bytes)]
+        for (first, at, nbytes), (end, _, _) in pairwise([*self._groups, (self.capacity, 0, 0)]):
+            starts.append(at + np.arange(end - first) * nbytes)
+        registration = self._registration
+        pieces = pieces_of_memory(np.concatenate(starts), self.nbytes, piece)
+        registration.add(self._bytes.ctypes.data, pieces, progress)
+        if registration.refused:
             log.warning(
-                "%s of host memory could not be registered with the GPU (%s): copies to the GPU are"
-                " slower and do not overlap with computation; a higher limit of locked memory"
-                " (ulimit -l), or a smaller --host-memory, may help",
+                "%s of %s of host memory could not be registered with the GPU (%s): copies from"
+                " there are slower and do not overlap with computation; a higher limit of locked"
+                " memory (ulimit -l), or a smaller --host-memory, may help",
+                show_bytes(self.nbytes - registration.nbytes),
                 show_bytes(self.nbytes),
-                self.refused,
+                registration.refused,
             )
 
     def read_chunk(
@@ -167,9 +189,7 @@ class HostMemory:
 
         The address range is freed when the last array that views the memory is deleted.
         """
-        if self.refused is None:
-            self.engine.unregister(self._bytes.ctypes.data)
-            self.refused = "closed"
+        self._registration.close()
         with contextlib.suppress(OSError, ValueError):
             self._map.madvise(mmap.MADV_DONTNEED)
 

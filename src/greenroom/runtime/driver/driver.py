@@ -77,7 +77,7 @@ class Driver:
         self.meter = Meter.for_lanes(lanes, pieces.layers)
         self.request_counts = np.zeros(pieces.experts, np.int64)  # requests of each expert
         self.miss_counts = np.zeros(pieces.layers, np.int64)  # misses of each layer
-        self._tables = ResidentTables(scheduler, self.request_counts)
+        self.resident = ResidentTables(scheduler, self.request_counts)
         self.capacity_range = scheduler.capacity, scheduler.capacity  # least and most so far
         self.timeline: Timeline | None = None
         self.links, self._store, self.host_memory = links, store, host_memory
@@ -173,7 +173,7 @@ class Driver:
             passes, first = self.passes, self.pieces.offsets[layer]
             passes.note_layer(layer)
             pieces = experts + first
-            self._tables.count(pieces)
+            self.resident.count(pieces)
             event = Routed(
                 passes.number, layer, pieces, passes.request, rows, weights, passes.prefill,
                 tail_weights, prepare_host_job is None, frozenset(first + e for e in computed),
@@ -258,13 +258,13 @@ class Driver:
         `find` (see `ResidentTables`) computes layers up to the first one with an expert that is not
         resident; the caller calls `step` for that one. Returns the number of layers computed; None,
         without a call of `find`, if the scheduler must decide or a timeline is recorded."""
-        return self._bypass_events(layers, lambda: self._tables.steps(layers[0], find))
+        return self._bypass_events(layers, lambda: self.resident.steps(layers[0], find))
 
     def _serve_together(self, steps: Sequence[ComputedStep]) -> bool:
         """Serve steps of one pass together; False if the scheduler must decide."""
         chosen = [(step.layer, step.experts()) for step in steps]
         layers = [layer for layer, _ in chosen]
-        return self._bypass_events(layers, lambda: self._tables.serve(chosen)) is not None
+        return self._bypass_events(layers, lambda: self.resident.serve(chosen)) is not None
 
     def _bypass_events(self, layers: Sequence[int], serve: Callable[[], int | None]) -> int | None:
         """Serve consecutive steps without events; return how many were served."""

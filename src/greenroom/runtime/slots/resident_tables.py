@@ -66,6 +66,23 @@ class ResidentTables:
         self._request_counts[pieces] += 1
         return len(steps)
 
+    @property
+    def is_open(self) -> bool:
+        """Tell whether steps of resident experts need no decision: each expert has a slot."""
+        return self._scheduler.resident_steps.path is not None
+
+    def record_use(self, chosen: Ints, layers: Sequence[int]) -> None:
+        """Record the use of experts by the next steps, within `steps`.
+
+        `chosen` are ids within a layer, [steps, top_k], of these `layers`.
+        """
+        path = self._scheduler.resident_steps.path
+        assert path is not None
+        offsets = np.array(self._scheduler.view.pieces.offsets)
+        pieces = chosen + offsets[list(layers), None]
+        path.used[pieces] = path.steps + 1 + np.arange(len(pieces))[:, None]
+        self._request_counts[pieces] += 1
+
     def steps(self, layer: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
         """Compute consecutive MoE layers by `find`, while all chosen experts are resident.
 

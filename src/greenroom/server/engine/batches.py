@@ -12,16 +12,14 @@ from collections.abc import Sequence as Many
 
 from greenroom.server.engine.sequence import Sequence
 
-BLOCK = 512  # tokens of a pass with prompts only; the memory budget is computed for it
-
 Share = tuple[Sequence, int]  # a sequence, and how many of its pending tokens
 
 
-def compose(running: Many[Sequence], chunk: int, exact: bool) -> list[list[Share]]:
+def compose(running: Many[Sequence], chunk: int, block: int, exact: bool) -> list[list[Share]]:
     """Choose which pending tokens of the running requests the next forward passes compute.
 
     A pass is a list of (request, number of tokens). Each request that is being answered gets one
-    token. Prompts share `chunk` tokens in order, or BLOCK tokens if no answer is running.
+    token. Prompts share `chunk` tokens in order, or `block` tokens if no answer is running.
 
     With `exact`, the first prompt is cut into chunks as if it were alone, in a pass of its own.
     """
@@ -30,7 +28,7 @@ def compose(running: Many[Sequence], chunk: int, exact: bool) -> list[list[Share
     if exact:
         chunks = [[(each, to_grid(each, chunk))] for each in reading[:1]]
         return [*([singles] if singles else []), *chunks]
-    room, shares, scored = chunk if singles else BLOCK, list(singles), 0
+    room, shares, scored = chunk if singles else block, list(singles), 0
     for each in reading:
         count = min(each.pending, room)
         if each.scores is not None:

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -83,12 +84,10 @@ class ContinuousEngine:
         self.drafts: Drafts | None = None  # where speculation is on
         self.pictures: PictureReader | None = None
         self.totals = Totals()
-        self._load = load
-        self._changed = threading.Condition()
+        self._load, self._numbers, self._changed = load, 0, threading.Condition()
         self._state: tuple[str, float, str] = ("loading", 0.0, "")
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        self._numbers = 0
         self._stop_by: float | None = None  # when requests that still run are stopped
         self._thread = threading.Thread(target=self._main, name="greenroom-engine", daemon=True)
         self._thread.start()
@@ -220,27 +219,28 @@ class ContinuousEngine:
             self._leave()
 
     def _begin(self) -> None:
-        self.model, tokenizer, summary = self._load(self._progress)
-        self.greenroom = greenroom = self.model.greenroom
-        greenroom.on_growth, config = self._wake, self.config
-        if self.model.config.is_encoder_decoder:
+        model, tokenizer, summary = self._load(self._progress)
+        self.model, self.greenroom = model, (greenroom := model.greenroom)
+        greenroom.on_growth, setup = self._wake, greenroom.setup
+        self.context, self._block = setup.context, setup.prompt_block
+        chunk = min(self.config.prefill_chunk, self._block)
+        config = self.config = replace(self.config, prefill_chunk=chunk)
+        if model.config.is_encoder_decoder:
             raise UnsupportedModel(
-                f"{type(self.model).__name__} is an encoder-decoder model, which cannot be served:"
+                f"{type(model).__name__} is an encoder-decoder model, which cannot be served:"
                 " use `greenroom run`"
             )
-        self.context = greenroom.setup.context
-        self._vocabulary = int(weight_matrix(self.model.get_output_embeddings()).shape[0])
-        self.end_ids, self.model_type = end_ids(self.model), self.model.config.model_type
+        self._vocabulary = int(weight_matrix(model.get_output_embeddings()).shape[0])
+        self.end_ids, self.model_type = end_ids(model), model.config.model_type
         self._grammars = Grammars(tokenizer, self._vocabulary, self.end_ids)
         self._grammars.prepare()
-        self.batch = Batch(self.model, exact=config.batch_invariant)
+        self.batch = Batch(model, exact=config.batch_invariant)
         if self.batch.sequential_reason:
             log.warning("requests are computed one after another: %s", self.batch.sequential_reason)
-        self.drafts = Drafts(self.model) if config.speculate != OFF else None
-        chunk, limit = config.prefill_chunk, kv_limit(greenroom, config)
+        self.drafts = Drafts(model) if config.speculate != OFF else None
         self.passes = PassRunner(greenroom, self.batch, chunk, self.journal, self.drafts)
-        self.pictures = PictureReader(self.model, self.context, config.picture_tokens)
-        prompts = open_prompt_store(self.model, config, self._wake)
+        self.pictures = PictureReader(model, self.context, config.picture_tokens)
+        limit, prompts = kv_limit(greenroom, config), open_prompt_store(model, config, self._wake)
         self.admission = Admission(greenroom, self.batch, config, limit, self.journal, prompts)
         limits = self.admission.describe_limits(self.passes.speculation)
         self.summary = "\n".join(filter(None, (summary, limits, self.pictures.description)))
@@ -266,7 +266,7 @@ class ContinuousEngine:
         for each in (*admitted, *self.admission.loaded_sequences(self._running)):
             self._prepare(each)
         ready, config = self.admission.ready_sequences(self._running), self.config
-        planned = compose(ready, config.prefill_chunk, config.batch_invariant)
+        planned = compose(ready, config.prefill_chunk, self._block, config.batch_invariant)
         for shares in split(planned, self.batch.can_batch):
             for sequence, logits in self.passes.run(shares):
                 self._answer(sequence, logits)

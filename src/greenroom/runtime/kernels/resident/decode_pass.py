@@ -136,7 +136,7 @@ class DecodePass:
             or getattr(out, "past_key_values", None) is not token.cache
             or not isinstance(out, Mapping)
             or set(out) != {"last_hidden_state", "past_key_values"}
-            or not _sees_all_tokens(config)
+            or not sees_all_tokens(config)
         ):
             return None
         constant = {name: None if name in CHANGING else each for name, each in keywords.items()}
@@ -159,7 +159,7 @@ class _Parts(NamedTuple):
         """Find the parts of a model; None if there are others, or one without compiled code."""
         kinds: dict[str, tuple[str, nn.Module]] = {}
         for name, part in model._modules.items():
-            if part is not None and (kind := _kind_of(part)) not in kinds:
+            if part is not None and (kind := kind_of(part)) not in kinds:
                 kinds[kind] = name, part
             else:
                 return None
@@ -188,7 +188,7 @@ class _Parts(NamedTuple):
         return check
 
 
-def _kind_of(part: nn.Module) -> str:
+def kind_of(part: nn.Module) -> str:
     """Return what a submodule of a model is, by its structure; an empty text if unknown."""
     if isinstance(part, nn.ModuleList):
         return "layers"
@@ -199,7 +199,7 @@ def _kind_of(part: nn.Module) -> str:
     return "norm" if part._parameters.keys() == {"weight"} and not part._modules else ""
 
 
-def _sees_all_tokens(config: Any) -> bool:
+def sees_all_tokens(config: Any) -> bool:
     """Tell whether a configuration has layers that attend to all tokens only."""
     kinds = getattr(config, "layer_types", None) or ()
     windows = (getattr(config, name, None) for name in WINDOWS)

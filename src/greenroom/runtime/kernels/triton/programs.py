@@ -27,7 +27,7 @@ _SILU_FLOAT, _RELU2 = tl.constexpr(activation.SILU_FLOAT), tl.constexpr(activati
 
 
 @triton.jit
-def _dot(a, b, total, WIDE: tl.constexpr):
+def dot(a, b, total, WIDE: tl.constexpr):
     """Compute total + a @ b; WIDE: in float32, where the type has no product."""
     if WIDE:
         total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
@@ -160,16 +160,16 @@ def project(
         if PAIRED:
             w = _weights(codes, scales, others, both_n, width, k, k0, inputs, row_n, row_k, scale_n,
                          span_n, span_k, flip, KIND, ENCODING, GROUP, CHUNK, RUNS)  # fmt: skip
-            both = _dot(a, w, both, WIDE)
+            both = dot(a, w, both, WIDE)
         else:
             if GATED:
                 w = _weights(codes, scales, others, gate_n, width, k, k0, inputs, row_n, row_k,
                              scale_n, span_n, span_k, flip, KIND, ENCODING, GROUP, CHUNK,
                              RUNS)  # fmt: skip
-                g = _dot(a, w, g, WIDE)
+                g = dot(a, w, g, WIDE)
             w = _weights(codes, scales, others, up_n, width, k, k0, inputs, row_n, row_k, scale_n,
                          span_n, span_k, flip, KIND, ENCODING, GROUP, CHUNK, RUNS)  # fmt: skip
-            u = _dot(a, w, u, WIDE)
+            u = dot(a, w, u, WIDE)
     if PAIRED:
         g, u = tl.split(tl.reshape(both, (M, N, 2)))
     finish(g, u, bias, out, row, n, gate_n, up_n, rows_mask, expert, outputs, limit, alpha,

@@ -49,11 +49,13 @@ class TokenLaunches:
         first: int,
         top_k: int,
         types: tuple[torch.dtype, torch.dtype],
+        report: Tensor | None = None,
     ) -> None:
         """Build the launches.
 
-        first: the model-wide id of the layer's first expert
-        types: of the router's choice, and of the gate weights
+        first:  the model-wide id of the layer's first expert
+        types:  of the router's choice, and of the gate weights
+        report: memory of the host for reports; None: of its own
         """
         plan, self._table, self._engine = plan_of(layer), table, table.engine
         self._layer, self._first, self._number = layer, first, 0
@@ -70,7 +72,7 @@ class TokenLaunches:
                 torch.zeros(n, dtype=torch.int64, device=device)
                 for n in (4 * top_k, top_k, 2 * top_k, top_k, 1)
             )
-            report = self._engine.host_numbers(top_k)
+            report = self._engine.host_numbers(top_k) if report is None else report
         self._report = report.numpy()
         self._mid = step.mid if plan.activation.code == RAW else None
         self._up = step.projection(
@@ -110,6 +112,17 @@ class TokenLaunches:
             self._number += 1
             self._sequences[0]()
             return self._result.clone()
+
+    def run(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Launch the kernels for one token as a part of a larger graph; return the sum [1, H].
+
+        Nothing else uses these launches. Arguments are those of `start`.
+        """
+        self._x.copy_(x)
+        self._index.copy_(index)
+        self._weights.copy_(weights)
+        self._compute()
+        return self._result
 
     def _capture(self) -> None:
         """Make a graph of each sequence of launches, after all of its kernels were compiled."""
@@ -205,3 +218,12 @@ class ThreadTokenLaunches(threading.local):
         if key not in self._by_key:
             self._by_key[key] = TokenLaunches(self._layer, self._table, self._first, *key)
         return self._by_key[key]
+
+    def of_graph(self, index: Tensor, weights: Tensor, report: Tensor) -> TokenLaunches:
+        """Return new launches for tokens like this one, as a part of a larger graph.
+
+        They report to `report`, [top_k] in the host's memory.
+        """
+        types = index.dtype, weights.dtype
+        top_k = index.shape[1]
+        return TokenLaunches(self._layer, self._table, self._first, top_k, types, report)

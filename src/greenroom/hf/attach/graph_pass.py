@@ -1,0 +1,257 @@
+"""A decoder's forward for one token on a GPU that is one CUDA graph, where all experts have slots.
+
+An expert may not be in its slot yet. Then the token is computed again by the decoder's own forward,
+and so are the next ones until one misses nothing.
+
+The graph is made of the decoder's own forward. It is compared with a pass without a graph first: if
+their results differ, or if the graph cannot be made, the decoder keeps its forward. Attention is
+that of `token_attention` in both, so it does not depend on the memory which of them computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from greenroom.hf.attach.token_attention import (
+    SDPA,
+    GraphCache,
+    NoGraph,
+    replace_attention,
+    restore_attention,
+)
+from greenroom.hf.kv.cache import GrowingLayer
+from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.token_graph import Buffers, TokenGraph
+from greenroom.runtime.forward import BINDING, Binding
+from greenroom.runtime.kernels.resident.decode_pass import ARGUMENTS, kind_of, sees_all_tokens
+from greenroom.runtime.slots.resident_tables import SlotTables
+
+PARTS = {"embedding", "rotary", "norm", "layers"}  # a decoder that consists of others is left alone
+# Rotary embeddings whose tables do not depend on the longest position so far.
+ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
+HIDDEN, CACHE = "last_hidden_state", "past_key_values"  # fields of a decoder's result
+
+log = logging.getLogger(__name__)
+
+
+class _Token(NamedTuple):
+    """One token that a decoder's forward was called for, and its KV cache."""
+
+    ids: Tensor
+    positions: Tensor | None
+    mask: Tensor | None
+    layers: Sequence[GrowingLayer]
+    cache: Any
+
+
+class _Graphs(threading.local):
+    """A thread's graph of a decoder.
+
+    output: the class of the decoder's result
+    missed: an expert of the last pass without a graph was not in its slot yet
+    """
+
+    graph: TokenGraph | None = None
+    output: Callable[..., Any]
+    missed = False
+
+
+class GraphPass:
+    """A decoder's forward that computes single tokens as a graph, where all experts have slots."""
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        bindings: Sequence[Binding],
+        engine: Engine,
+        top_k: int,
+        room: int,
+    ) -> None:
+        """Replace the forward of a decoder; `bindings` are those of its experts modules.
+
+        top_k: experts that a token uses in a layer
+        room:  the most tokens of a KV cache
+        """
+        self._decoder, self._bindings, self._engine = decoder, bindings, engine
+        self._top_k, self._room = top_k, room
+        config: Any = decoder.config
+        self._driver, self._settings = bindings[0].driver, (config, dict(vars(config)))
+        self._layers: int = config.num_hidden_layers
+        self._original: Callable[..., Any] = decoder.forward
+        self._threads, self._refused = _Graphs(), False
+        replace_attention(decoder)
+        decoder.forward = self.forward
+
+    @staticmethod
+    def of(
+        model: nn.Module, modules: Sequence[nn.Module], engine: Engine, top_k: int, room: int
+    ) -> GraphPass | None:
+        """Replace the forward of a model's decoder; None if it cannot be a graph.
+
+        modules: the model's experts modules; the other arguments are those of `GraphPass`
+        """
+        bindings: list[Binding] = [getattr(module, BINDING) for module in modules]
+        if any(binding.token_launches is None for binding in bindings):
+            return None
+        for decoder in model.modules():
+            kinds = [kind_of(part) for part in decoder._modules.values() if part is not None]
+            if sorted(kinds) == sorted(PARTS) and set(modules) <= set(decoder.modules()):
+                fits = _can_be_graph(decoder.config)
+                return GraphPass(decoder, bindings, engine, top_k, room) if fits else None
+        return None
+
+    def detach(self) -> None:
+        """Give the decoder its own forward and attention back."""
+        self._decoder.__dict__.pop("forward", None)
+        restore_attention(self._decoder)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the decoder's output, as its own forward does."""
+        token = None if args or self._refused else self._read_call(kwargs)
+        if token is None:
+            return self._original(*args, **kwargs)
+        threads = self._threads
+        if threads.graph is None:
+            return self._compare(token, kwargs)
+        hidden = None if threads.missed else self._replay(threads.graph, token)
+        if hidden is None:
+            return self._load_missing(kwargs)
+        return threads.output(**{HIDDEN: hidden, CACHE: token.cache})
+
+    def _load_missing(self, kwargs: dict[str, Any]) -> Any:
+        """Compute a token by the decoder's own forward, which loads the experts that it misses."""
+        view = self._driver.scheduler.view
+        misses = view.misses
+        out = self._original(**kwargs)
+        self._threads.missed = view.misses > misses
+        return out
+
+    def _read_call(self, kwargs: dict[str, Any]) -> _Token | None:
+        """Read the arguments of the decoder's forward; None if a graph cannot compute them."""
+        ids, cache = kwargs.get("input_ids"), kwargs.get(CACHE)
+        driver = self._driver
+        if (
+            ids is None
+            or ids.shape != (1, 1)
+            or torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or kwargs.get("use_cache") is False
+            or driver.timeline is not None
+            or driver.predictions.enabled
+            or not driver.resident.is_open
+            or vars(self._settings[0]) != self._settings[1]
+        ):
+            return None
+        for name, value in kwargs.items():
+            unasked = value is False and name.startswith("output_")
+            if name not in ARGUMENTS and value is not None and not unasked:
+                return None
+        layers: Any = getattr(cache, "layers", ())
+        if len(layers) != self._layers or not all(map(_has_room, layers)):
+            return None
+        before, mask = layers[0].get_seq_length(), kwargs.get("attention_mask")
+        positions = kwargs.get("position_ids")
+        if mask is not None and mask.shape != (1, before + 1):
+            return None
+        if before + 1 > self._room or (positions is not None and positions.shape != (1, 1)):
+            return None
+        return _Token(ids, positions, mask, layers, cache)
+
+    def _compare(self, token: _Token, kwargs: dict[str, Any]) -> Any:
+        """Compute a token by the decoder's own forward, and compare a graph's pass with it."""
+        out = self._original(**kwargs)
+        self._driver.deferred.settle()
+        hidden = getattr(out, HIDDEN, None)
+        if set(out) != {HIDDEN, CACHE} or hidden is None or hidden.shape[:2] != (1, 1):
+            self._refused = True
+            return out
+        count = token.layers[0].get_seq_length() - 1
+        last = [[x[:, :, count].clone() for x in pair] for pair in _buffers(token)]
+        try:
+            graph = self._make_graph(hidden)
+            graph.set_inputs(token.ids, token.positions, token.mask, count, _buffers(token))
+            again = graph.compute(lambda: self._decode(graph))
+            graph.read_reports(self._engine.current_stream())
+            same = graph.mask_is_full and torch.equal(again, hidden)
+            if same:
+                self._threads.graph, self._threads.output = graph, type(out)
+                return out
+            what = type(self._decoder).__name__
+            log.warning("--device cuda: single tokens of %s have other bits as a graph", what)
+        except NoGraph as reason:
+            log.info("--device cuda: single tokens are no graph: %s", reason)
+        self._refused = True
+        for pair, rows in zip(_buffers(token), last, strict=True):
+            for tensor, row in zip(pair, rows, strict=True):
+                tensor[:, :, count] = row
+        return out
+
+    def _make_graph(self, hidden: Tensor) -> TokenGraph:
+        moe, cache = len(self._bindings), GraphCache()
+        return TokenGraph(self._engine, self._layers, moe, self._top_k, self._room, hidden, cache)
+
+    def _decode(self, graph: TokenGraph) -> Tensor:
+        """Compute the token that a graph's memory has, by the decoder's own forward."""
+        # A mask of four dimensions is taken as it is, and this attention needs none.
+        mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=graph.ids.device)
+        out = self._original(
+            input_ids=graph.ids, position_ids=graph.positions, attention_mask=mask,
+            past_key_values=graph.cache, use_cache=True,
+        )  # fmt: skip
+        hidden: Tensor = out[HIDDEN]
+        return hidden
+
+    def _replay(self, graph: TokenGraph, token: _Token) -> Tensor | None:
+        """Compute one token as a graph; None if an expert was missing, or the mask is not full."""
+        self._driver.deferred.settle()
+        before, results = token.layers[0].get_seq_length(), list[Tensor]()
+        graph.set_inputs(token.ids, token.positions, token.mask, before, _buffers(token))
+
+        def find(tables: SlotTables) -> Sequence[int]:
+            result = graph.replay(lambda: self._decode(graph))
+            reports = graph.read_reports(self._engine.current_stream())
+            if not graph.mask_is_full or not (reports & 1).all():
+                return ()
+            results.append(result)
+            self._record(reports >> 1, graph.moe_layers)
+            return [reports.shape[1]] * len(reports)
+
+        layers = [binding.layer for binding in self._bindings]
+        if not self._driver.resident_steps(layers, find):
+            return None
+        for layer in token.layers:
+            layer.count_token()
+        return results[0]
+
+    def _record(self, chosen: NDArray[np.int64], layers: Sequence[int]) -> None:
+        """Record the use of experts: chosen [MoE layers, top_k], in the order of `layers`."""
+        self._driver.resident.record_use(chosen, layers)
+        for layer, experts in zip(layers, chosen, strict=True):
+            if (observe := self._bindings[layer].on_routing) is not None:
+                observe(layer, experts[None].copy())
+
+
+def _buffers(token: _Token) -> Buffers:
+    return [layer.buffers for layer in token.layers]
+
+
+def _has_room(layer: Any) -> bool:
+    """Tell whether one token's keys and values can be added to a layer of a KV cache in place."""
+    return isinstance(layer, GrowingLayer) and layer.has_room
+
+
+def _can_be_graph(config: Any) -> bool:
+    """Tell whether a decoder's configuration has only what a graph can compute."""
+    if config._attn_implementation != SDPA or not sees_all_tokens(config):
+        return False
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type", "default")}
+    return kinds <= ROTARY and not any(isinstance(value, dict) for value in rope.values())

@@ -1,0 +1,183 @@
+"""One token's pass through all layers of a decoder as one CUDA graph.
+
+A graph launches the same kernels with the same arguments again. So what differs between tokens is
+in the device's memory: the token's id, its position, the number of tokens before it, and the
+addresses of keys and values. Experts are found by the table of slots (`slot_table`), and the router
+of each layer writes its choice to the host's memory, as in a pass without a graph.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from greenroom.errors import DeviceError
+from greenroom.runtime.cuda.engine import Engine
+
+PATIENCE = 1000  # looks at the reports before the device is asked whether it still works
+Buffers = Sequence[tuple[Tensor, Tensor]]  # of each layer: its tensors of keys and of values
+# Makes the launches of a layer's experts, which report to a part of the host's memory: [top_k].
+MakeLaunches = Callable[[Tensor], Any]
+
+_active = threading.local()
+
+
+def active_graph() -> TokenGraph | None:
+    """Return the graph whose pass the calling thread computes or captures now, or None."""
+    graph: TokenGraph | None = getattr(_active, "graph", None)
+    return graph
+
+
+class TokenGraph:
+    """The pass of one token, of one thread.
+
+    ids, positions: [1, 1] int64, the token and its position in the rotary embedding
+    before:         [1] int64, the number of tokens before it, whose keys and values are stored
+    fields:         [layers, 4] int64, see `attend_in_place`
+    room:           the most tokens that a KV cache can have
+    cache:          what the decoder's layers get as their KV cache
+    shapes:         of each layer: key heads, and widths of keys and of values, in `fields`
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        layers: int,
+        moe_layers: int,
+        top_k: int,
+        room: int,
+        hidden: Tensor,
+        cache: Any,
+    ) -> None:
+        """Allocate what the pass reads and writes.
+
+        layers: the decoder's layers, each with keys and values; `moe_layers` have experts
+        hidden: a tensor like the pass's result, [1, 1, H]
+        """
+        self._engine, self.room, self.cache, device = engine, room, cache, hidden.device
+        with torch.inference_mode(False):
+            self.ids, self.positions = (
+                torch.zeros(1, 1, dtype=torch.int64, device=device) for _ in range(2)
+            )
+            self.before = torch.zeros(1, dtype=torch.int64, device=device)
+            self.fields = torch.zeros(layers, 4, dtype=torch.int64, device=device)
+            self._hidden = torch.zeros_like(hidden)
+            self._reports = engine.host_numbers(moe_layers * top_k)
+            self._full = engine.host_numbers(1)  # 1: the mask has all tokens
+        self._report = self._reports.numpy().reshape(moe_layers, top_k)
+        self._top_k, self._number = top_k, 0
+        self.shapes: list[tuple[int, int, int]] = []
+        self._keys: list[weakref.ref[Tensor]] = []  # those of which `fields` has the addresses
+        self._launches: dict[int, Any] = {}  # of each MoE layer's experts
+        self._replay: Callable[[], None] | None = None
+
+    def set_inputs(
+        self,
+        ids: Tensor,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        before: int,
+        buffers: Buffers,
+    ) -> None:
+        """Set the next token: its id and position [1, 1], its mask of padding, its KV cache.
+
+        Without `positions` the position is `before`, the number of tokens before this one.
+        """
+        if len(self._keys) != len(buffers) or any(
+            known() is not keys for known, (keys, _) in zip(self._keys, buffers, strict=True)
+        ):
+            rows = [
+                [keys.data_ptr(), values.data_ptr(), keys.stride(1), values.stride(1)]
+                for keys, values in buffers
+            ]
+            self.fields.copy_(self._engine.copy_to_device(torch.tensor(rows)))
+            self._keys = [weakref.ref(keys) for keys, _ in buffers]
+            self.shapes = [
+                (keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in buffers
+            ]
+        self.ids.copy_(ids)
+        self.before.fill_(before)
+        if positions is None:
+            self.positions.fill_(before)
+        else:
+            self.positions.copy_(positions)
+        if mask is None:
+            self._full.fill_(1)
+        else:  # there before the pass reports, so nothing waits for it
+            self._full.copy_(mask.all().to(torch.int64).view(1), non_blocking=True)
+
+    @property
+    def mask_is_full(self) -> bool:
+        """Tell, once the pass has reported, whether the mask of padding has all tokens."""
+        return bool(self._full.numpy()[0])
+
+    def launch_experts(
+        self, layer: int, make: MakeLaunches, x: Tensor, index: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Launch one MoE layer's experts within the pass; return their sum [1, H].
+
+        `make` makes the layer's launches; the other arguments are those of `TokenLaunches.start`.
+        """
+        if layer not in self._launches:
+            first = len(self._launches) * self._top_k
+            self._launches[layer] = make(self._reports[first : first + self._top_k])
+        result: Tensor = self._launches[layer].run(x, index, weights)
+        return result
+
+    def compute(self, decode: Callable[[], Tensor]) -> Tensor:
+        """Compute the pass by `decode`, kernel by kernel; return a copy of its result."""
+        self._number += 1
+        self._run(decode)
+        return self._hidden.clone()
+
+    def replay(self, decode: Callable[[], Tensor]) -> Tensor:
+        """Launch the pass as a graph, captured from `decode` at the first call.
+
+        `compute` was called before, so that all kernels are compiled. Returns a copy of the result.
+        """
+        if self._replay is None:
+            self._replay = self._engine.capture(lambda: self._run(decode))
+        self._number += 1
+        self._replay()
+        return self._hidden.clone()
+
+    def _run(self, decode: Callable[[], Tensor]) -> None:
+        with self._activated():
+            self._hidden.copy_(decode())
+
+    @contextmanager
+    def _activated(self) -> Iterator[None]:
+        _active.graph = self
+        try:
+            yield
+        finally:
+            _active.graph = None
+
+    def read_reports(self, stream: Any) -> NDArray[np.int64]:
+        """Wait for the reports of the last pass: [MoE layers, top_k], in the order of launches.
+
+        Each is twice the expert's number, plus 1 if the expert was in a slot. Raises DeviceError
+        if the device has done all work without a report.
+        """
+        looks, report = 0, self._report
+        while not (report >> 32 == self._number).all():
+            looks += 1
+            idle = looks % PATIENCE == 0 and self._engine.is_idle(stream)
+            if idle and not (report >> 32 == self._number).all():
+                raise DeviceError("the GPU failed: it has not reported a token's experts")
+            time.sleep(0)  # threads that move experts need Python's lock
+        return report & 0xFFFFFFFF
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """Return the model's MoE layers in the order of their launches."""
+        return list(self._launches)

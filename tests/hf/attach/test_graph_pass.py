@@ -1,0 +1,235 @@
+"""One token as one graph: the bits and counts of a pass without it; what keeps it from being one.
+
+The CPU stands in the GPU's place, where a graph is the same Python again, and Triton's interpreter
+runs the kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from greenroom.errors import DeviceError
+from greenroom.hf.attach.token_attention import MARK
+from greenroom.runtime.cuda.token_graph import TokenGraph
+from tests.hf.memory.test_device import ids, placed
+from tests.runtime.cuda.conftest import (
+    _bfloat16_as_a_device_rounds_it,  # noqa: F401
+    _products_whose_bits_depend_on_values_alone,  # noqa: F401
+)
+
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the compiled ones"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
+]
+PROMPT, TOKENS = 5, 6
+Answer = tuple[torch.Tensor, dict[str, Any], int]
+
+
+def placed_lru(name: str, monkeypatch: Any, capacity: int) -> Any:
+    return placed(name, monkeypatch, kernels="triton", capacity=capacity, policy="lru")
+
+
+def tokens_of(model: Any, cache: Any, count: int, **options: Any) -> list[torch.Tensor]:
+    """The logits of tokens that follow what a KV cache has, one pass each."""
+    return [
+        model(token[None], past_key_values=cache, use_cache=True, **options).logits
+        for token in ids(count, 1)
+    ]
+
+
+def prompt(model: Any) -> Any:
+    return model(ids(1, PROMPT), use_cache=True).past_key_values
+
+
+def replayed(model: Any, cache: Any, replays: list[int]) -> None:
+    """Compute tokens until one of them is a graph, since nothing is missing any more."""
+    for _ in range(20):
+        if replays:
+            return
+        tokens_of(model, cache, 1)
+    pytest.fail("no token was a graph")
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of graphs' replays, one for each."""
+    replays, replay = list[int](), TokenGraph.replay
+
+    def counting(self: TokenGraph, decode: Any) -> Any:
+        replays.append(self._number + 1)
+        return replay(self, decode)
+
+    monkeypatch.setattr(TokenGraph, "replay", counting)
+    return replays
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "olmoe"])
+def test_a_graph_has_the_bits_of_a_pass_that_loads_experts(name, monkeypatch):
+    replays, answers = counted(monkeypatch), list[Any]()
+    for capacity in (1000, 4):
+        with (
+            placed_lru(name, monkeypatch, capacity) as model,
+            torch.inference_mode(),
+        ):
+            cache = prompt(model)
+            logits = tokens_of(model, cache, TOKENS)
+            keys = [layer.keys for layer in cache.layers]
+            answers.append((logits, [each.clone() for each in keys]))
+            assert keys[0].shape[2] == PROMPT + TOKENS
+            assert bool(replays) == (capacity == 1000)
+            replays.clear()
+    for large, small in zip(*answers, strict=True):
+        assert all(map(torch.equal, large, small))
+
+
+def test_a_graph_counts_uses_as_a_pass_without_it_does(monkeypatch):
+    counts = []
+    for refused in (False, True):
+        with (
+            placed_lru("qwen3_moe", monkeypatch, 1000) as model,
+            torch.inference_mode(),
+        ):
+            model.greenroom.bindings._graph._refused = refused
+            seen: list[tuple[int, list[int]]] = []
+
+            def observe(layer: int, experts: Any, seen: list[Any] = seen) -> None:
+                seen.append((layer, experts.tolist()))
+
+            for binding in model.greenroom.bindings._graph._bindings:
+                object.__setattr__(binding, "on_routing", observe)
+            replays = counted(monkeypatch)
+            tokens_of(model, prompt(model), TOKENS)
+            assert bool(replays) != refused
+            driver = model.greenroom.driver
+            driver.deferred.settle()
+            stats = model.greenroom.stats()
+            driver.resize(3)  # the order of use decides what stays
+            stays = sorted(driver.scheduler.placement.cache.state.slot_of.nonzero()[0].tolist())
+            counts.append(
+                (seen, driver.request_counts.tolist(), driver.miss_counts.tolist(), stays,
+                 stats.expert_requests, stats.expert_hits, stats.passes)
+            )  # fmt: skip
+    assert counts[0] == counts[1]
+
+
+def test_a_missing_expert_is_loaded_by_a_pass_without_a_graph(monkeypatch):
+    """Slots for all, but most experts were never read: random tokens miss some again and again."""
+    replays, logits = counted(monkeypatch), []
+    for capacity in (1000, 4):
+        with (
+            placed_lru("qwen3_moe", monkeypatch, capacity) as model,
+            torch.inference_mode(),
+        ):
+            cache = model(ids(1, 1), use_cache=True).past_key_values
+            logits.append(tokens_of(model, cache, 8))
+            view = model.greenroom.driver.scheduler.view
+            if capacity == 1000:
+                passed = replays[-1] - 1
+                assert passed > 0
+                assert view.misses > 0
+                assert not model.greenroom.bindings._graph._refused
+    assert all(map(torch.equal, *logits))
+
+
+def test_a_graph_follows_the_kv_cache(monkeypatch):
+    """It grows, and another request has another one."""
+    monkeypatch.setattr("greenroom.hf.kv.cache.BLOCK", 4)
+    replays, logits = counted(monkeypatch), []
+    for capacity in (1000, 4):
+        with (
+            placed_lru("qwen3_moe", monkeypatch, capacity) as model,
+            torch.inference_mode(),
+        ):
+            first, second = prompt(model), model(ids(1, 3), use_cache=True).past_key_values
+            found = []
+            for _ in range(4):
+                found += tokens_of(model, first, 2) + tokens_of(model, second, 1)
+            logits.append(found)
+            if capacity == 1000:
+                assert len(replays) >= 4
+    assert all(map(torch.equal, *logits))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"output_router_logits": True}, {"output_hidden_states": True}, {"use_cache": False}],
+)
+def test_a_call_that_asks_for_more_is_no_graph(options, monkeypatch):
+    with (
+        placed_lru("qwen3_moe", monkeypatch, 1000) as model,
+        torch.inference_mode(),
+    ):
+        cache, replays = prompt(model), counted(monkeypatch)
+        replayed(model, cache, replays)
+        replays.clear()
+        model(ids(1, 1), past_key_values=cache, **{"use_cache": True, **options})
+        assert not replays
+        replayed(model, cache, replays)
+
+
+def test_padding_is_seen_after_the_launch(monkeypatch):
+    logits = []
+    for capacity in (1000, 4):
+        with (
+            placed_lru("qwen3_moe", monkeypatch, capacity) as model,
+            torch.inference_mode(),
+        ):
+            cache, found = prompt(model), list[torch.Tensor]()
+            for number, token in enumerate(ids(6, 1)):
+                mask = torch.ones(1, PROMPT + number + 1, dtype=torch.long)
+                mask[0, 0] = number != 4
+                found.append(model(token[None], past_key_values=cache, attention_mask=mask).logits)
+            logits.append(found)
+    assert all(map(torch.equal, *logits))
+
+
+def test_a_graph_with_other_bits_is_refused(monkeypatch, caplog):
+    compute = TokenGraph.compute
+
+    def wrong(self: TokenGraph, decode: Any) -> torch.Tensor:
+        self.before.fill_(PROMPT - 1)  # it overwrites keys and values of another token
+        return compute(self, decode)
+
+    logits = []
+    for capacity in (1000, 4):
+        with (
+            placed_lru("qwen3_moe", monkeypatch, capacity) as model,
+            torch.inference_mode(),
+        ):
+            cache = prompt(model)
+            with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+                patch.setattr(TokenGraph, "compute", wrong)
+                logits.append(tokens_of(model, cache, 4))
+            assert model.greenroom.bindings._graph._refused == (capacity == 1000)
+    assert "single tokens of Qwen3MoeModel have other bits as a graph" in caplog.text
+    assert torch.equal(logits[0][0], logits[1][0])
+
+
+def test_a_device_that_does_not_report_is_an_error(monkeypatch):
+    with (
+        placed_lru("qwen3_moe", monkeypatch, 1000) as model,
+        torch.inference_mode(),
+    ):
+        cache = prompt(model)
+        replayed(model, cache, counted(monkeypatch))
+        graph = model.greenroom.bindings._graph._threads.graph
+        graph._replay = lambda: None
+        with pytest.raises(DeviceError, match="has not reported"):
+            tokens_of(model, cache, 1)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_other_models_and_detached_ones_keep_their_forward(name, monkeypatch):
+    with placed_lru(name, monkeypatch, 1000) as model:
+        graph = model.greenroom.bindings._graph
+        assert (graph is None) == (name == "gpt_oss")  # which has windows and sinks
+        decoder = model.get_decoder()
+        assert ("forward" in vars(decoder)) == (graph is not None)
+    assert "forward" not in vars(decoder)
+    assert not [m for m in decoder.modules() if MARK in vars(m)]
