@@ -197,7 +197,7 @@ def test_copies_pass_through_host_memory(of, at, host_capacity, cuda, monkeypatc
     assert (parts.count(LOW) > 0) == bool(at.low)
     assert parts.count(SKIP) == stats.approximated["skipped"]
     assert stats.host["requests"] > 0
-    assert scheduler.transfers.host._under_way <= scheduler.transfers.entries.keys()
+    assert scheduler.transfers.host.leases <= scheduler.transfers.entries.keys()
     disk, bus = (link["bytes"] for link in stats.links)
     assert disk <= bus
     theirs = replayed(folder, decisions, prompt, at)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,8 +203,8 @@ class GraphPass:
             graph.set_inputs(token.ids, token.positions, token.mask, count, token.buffers)
             results = []
             for compute in (graph.compute, graph.replay):  # kernel by kernel, then as a graph
-                results.append(compute(lambda: self._decode(graph)))
-                graph.read_reports(self._engine.current_stream())
+                results.append(self._launch(partial(compute, lambda: self._decode(graph))))
+                graph.read_reports()
             if graph.mask_is_full and all(torch.equal(each, hidden) for each in results):
                 self._threads.graph, self._threads.output = graph, type(out)
                 return out
@@ -239,19 +240,31 @@ class GraphPass:
         graph.set_inputs(token.ids, token.positions, token.mask, before, token.buffers)
 
         def find(tables: SlotTables) -> Sequence[int]:
-            if (table := self._driver.changes.table) is not None:
-                table.follow_stream()
-            results.append(graph.replay(lambda: self._decode(graph)))
-            reports = graph.read_reports(self._engine.current_stream())
+            replay = partial(graph.replay, lambda: self._decode(graph))
+            results.append(self._launch(replay))
+            reports = graph.read_reports()
             if not graph.mask_is_full or not (reports & 1).all():
                 return ()
             self._record(reports >> 1, graph.moe_layers)
             return [reports.shape[1]] * len(reports)
 
-        if not self._driver.resident_steps(graph.moe_layers, find):
+        try:
+            done = self._driver.resident_steps(graph.moe_layers, find)
+        except BaseException:  # the device may have counted another number of passes
+            self._threads.graph = None
+            raise
+        if not done:
             return None
         count_token(token.layers)
         return results[0]
+
+    def _launch(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Launch a pass; no entry of the table of slots changes meanwhile."""
+        table = self._driver.changes.table
+        assert table is not None
+        with table.lock:
+            table.follow_stream()
+            return compute()
 
     def _record(self, chosen: NDArray[np.int64], layers: Sequence[int]) -> None:
         """Record the use of experts: chosen [MoE layers, top_k], in the order of `layers`."""

@@ -64,6 +64,7 @@ class TokenGraph:
         hidden: a tensor like the pass's result, [1, 1, H]
         """
         self._engine, self.room, self.cache, device = engine, room, cache, hidden.device
+        self._stream: Any = None  # of the last pass
         with torch.inference_mode(False):
             self.ids, self.positions = (
                 torch.zeros(1, 1, dtype=torch.int64, device=device) for _ in range(2)
@@ -73,6 +74,7 @@ class TokenGraph:
             self._hidden = torch.zeros_like(hidden)
             self._reports = engine.host_numbers(moe_layers * top_k)
             self._full = engine.host_numbers(1)  # 1: the mask has all tokens
+            self._copied = torch.zeros(1, dtype=torch.int64, device=device)
         self._report = self._reports.numpy().reshape(moe_layers, top_k)
         self._top_k, self._number, self._has_mask = top_k, 0, False
         self.shapes: list[tuple[int, int, int]] = []
@@ -93,6 +95,10 @@ class TokenGraph:
 
         Without `positions` the position is `before`, the number of tokens before this one.
         """
+        if self._stream != (stream := self._engine.current_stream()):
+            self._stream = stream
+            # Torch then remembers that the stream uses this memory, see `TokenLaunches`.
+            self._copied.copy_(self._reports[:1], non_blocking=True)
         same = len(self._keys) == len(buffers)
         for reference, (keys, _) in zip(self._keys, buffers, strict=False):
             same &= reference() is keys
@@ -164,7 +170,7 @@ class TokenGraph:
         finally:
             _active.graph = None
 
-    def read_reports(self, stream: Any) -> NDArray[np.int64]:
+    def read_reports(self) -> NDArray[np.int64]:
         """Wait for the reports of the last pass: [MoE layers, top_k], in the order of launches.
 
         Each is twice the expert's number, plus 1 if the expert was in a slot. Raises DeviceError
@@ -173,7 +179,7 @@ class TokenGraph:
         looks, number = 0, self._number << 32
         while (report := self._report - number).min() < 0:  # reports of passes before are less
             looks += 1
-            idle = looks % PATIENCE == 0 and self._engine.is_idle(stream)
+            idle = looks % PATIENCE == 0 and self._engine.is_idle(self._stream)
             if idle and (self._report - number).min() < 0:
                 raise DeviceError("the GPU failed: it has not reported a token's experts")
             time.sleep(0)  # threads that move experts need Python's lock
