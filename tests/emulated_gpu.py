@@ -10,6 +10,7 @@ synchronous; streams, events and pinned memory are not emulated.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -155,13 +156,20 @@ class EmulatedGpu(Engine):
     name = "emulated GPU"
 
     def __init__(self, number: int = 0) -> None:
-        self.device = torch.device(NAME, number)
+        self.device, self.used = torch.device(NAME, number), 0
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        made = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._use(nbytes)
+        weakref.finalize(made, self._use, -nbytes)
+        return made
+
+    def _use(self, nbytes: int) -> None:
+        self.used += nbytes
 
     def memory(self) -> tuple[int, int]:
-        return FREE, TOTAL
+        """Free and total bytes; only slots take any."""
+        return FREE - self.used, TOTAL
 
     def copy_to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return tensor.cpu(), None

@@ -17,6 +17,7 @@ from greenroom.config import LoadConfig
 from greenroom.errors import GreenroomError
 from greenroom.hf.load.report import startup_line
 from greenroom.hf.pack.packing import pack
+from greenroom.runtime.cuda import slots
 from tests import gguf_models
 from tests.adapters import make_adapter
 from tests.emulated_gpu import emulated_gpus
@@ -190,3 +191,33 @@ def test_the_start_up_line_names_co_computation() -> None:
         assert "misses on both processors, which may change last bits" in line
     finally:
         model.greenroom.detach()
+
+
+@pytest.mark.parametrize("kv", ["dynamic", pytest.param("int8", marks=pytest.mark.slow)])
+def test_keys_and_values_take_slots_and_give_them_back(
+    kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "SEGMENT_BYTES", 1)  # slots are freed one by one
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 320}
+    folder, found = tiny(max_position_embeddings=1100, **sizes), []
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 250, (1, 1024), generator=generator)
+    for device in (ONE, "cpu"):
+        model, _ = greenroom.load(
+            str(folder), "1GiB", kernels="eager", device=device, kv=kv, context=1032, prefetch="off"
+        )
+        try:
+            budget = model.greenroom.slot_budget
+            assert budget is not None
+            if device == ONE:  # a full context leaves two slots
+                model.greenroom.use_slot_budget(budget.for_slots(2))
+            model.greenroom.reset_stats()
+            before = model.greenroom.capacity
+            found.append(model.generate(ids.to(model.device), **TOKENS)[0, 1024:].tolist())
+            least = model.greenroom.stats().capacity_least
+            assert device == "cpu" or 2 <= least < before
+            model.generate(ids[:, :7].to(model.device), **TOKENS)
+            assert device == "cpu" or least < model.greenroom.capacity
+        finally:
+            model.greenroom.detach()
+    assert found[0] == found[1]

@@ -133,3 +133,15 @@ def test_adapters_have_the_answers_of_a_cpu(engines: Engines, tmp_path: Path, de
         found.append([one.ids for one in asked])
     assert found[0] == found[1]
     assert found[0] != [answers(engine, (draw(9, n),))[0] for n in range(3)]
+
+
+def test_experts_are_read_while_no_request_is_there(engines: Engines) -> None:
+    engine = engines(TWO, load={"host_memory": "2GiB"})
+    until = time.monotonic() + PATIENCE
+    while engine.greenroom.driver.scheduler.view.free_slots and time.monotonic() < until:
+        time.sleep(0.005)
+    found = answers(engine, (draw(9, 1),))
+    stats = engine.stats()["prefetch"]
+    assert stats["idle"] == engine.greenroom.capacity
+    assert stats["idle_used"] > 0
+    assert found == answers(engines("cpu"), (draw(9, 1),))
