@@ -103,13 +103,14 @@ EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
     "co-compute": (tiny, {**FEW, "host_memory": "2GiB", "co_compute": "auto"}),
     "fp8 pack": (lambda: encoded("fp8"), FEW),
     "bf12 pack": (lambda: encoded("bf12"), {**FEW, "host_memory": "2GiB"}),
+    "nested copies": (lambda: with_copies("int8", "int4"), {**FEW, "host_memory": "2GiB"}),
     "Q4_K": (lambda: gguf("Q4_K"), FEW),
     "biases": (biased, {**FEW, "host_memory": "2GiB", "co_compute": "auto"}),
     "one adapter": (tiny, {**FEW, "adapter": "ADAPTER"}),
 }
 
 
-ON_TWO = "host tier", "memory", "next-gate", "biases", "bf12 pack", "Q4_K"
+ON_TWO = "host tier", "memory", "next-gate", "biases", "bf12 pack", "nested copies", "Q4_K"
 
 
 @pytest.mark.parametrize(

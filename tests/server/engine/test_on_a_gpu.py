@@ -96,7 +96,8 @@ def test_drafts_are_verified(engines: Engines, monkeypatch: pytest.MonkeyPatch, 
     folder = cached_tiny("qwen3_moe", tokenizer=True)
     if kind == "mtp":
         folder = mtp_folder(0.001, "float32")
-    drafted = engines(ONE, folder, speculate=kind, max_batch=1 if kind == "mtp" else 8)
+    device = ONE if kind == "mtp" else TWO
+    drafted = engines(device, folder, speculate=kind, max_batch=1 if kind == "mtp" else 8)
     assert drafted.drafts.description.endswith(", which may change last bits")
     drafted.drafts.speculation.guard.passed = lambda *args: None
     requests = [(draw(12, 1) * 3, 40, sampling) for sampling in (GREEDY, SAMPLED)]
