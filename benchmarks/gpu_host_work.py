@@ -9,7 +9,7 @@ without what replaces launches, and without waiting. It says how long a GPU wait
 launch takes a few microseconds more, and a GPU's queue hides what is done before it is empty.
 
     hits      layers whose experts are all in slots
-    deferred  the scheduler's part of such a layer, after the next layer's launches
+    deferred  the scheduler's part of such a layer, after later layers' launches
     misses    layers that wait for an expert
     graph     a layer's share of a token that is one graph, all of the decoder's host work
     launches  a layer; a graph of kernels is one
@@ -133,11 +133,10 @@ class Clock:
         settle = driver.deferred.settle
 
         def timed_settle() -> None:
-            begin = time.thread_time()
-            waiting = driver.deferred._serve is not None
+            begin, waiting = time.thread_time(), len(driver.deferred._steps)
             settle()
             if waiting and self.on:
-                self.deferred.append(time.thread_time() - begin)
+                self.deferred += [(time.thread_time() - begin) / waiting] * waiting
 
         driver.deferred.settle = timed_settle  # type: ignore[method-assign]
 

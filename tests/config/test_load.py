@@ -64,8 +64,6 @@ def test_a_copy_of_the_model_has_no_experts_of_adapters() -> None:
                      marks=needs_option("skip_below")),
         pytest.param({"co_compute": "auto"}, {}, "--co-compute auto",
                      marks=needs_option("co_compute")),
-        ({"device": "cuda"}, {}, "--device cuda"),
-        ({"device": "fake,fake"}, {}, "--device fake,fake"),
     ],
 )  # fmt: skip
 def test_a_server_with_adapters_refuses_what_knows_one_model(

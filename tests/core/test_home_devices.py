@@ -197,6 +197,6 @@ def test_devices_with_a_slot_for_every_expert_evict_nothing():
     driver = RandomDriver(s, random.Random(1), 0.0)
     for layer in (0, 1):
         driver.run(layer, layer, ids(*range(6 * layer, 6 * layer + 6)), cancel=False, prefill=False)
-    slots = s.all_resident_path.step(ids(1, 2))
+    slots = s.resident_steps.path.step(ids(1, 2))
     assert slots is not None
     assert [driver.memory[int(slot)] for slot in slots] == [1, 2]

@@ -32,7 +32,7 @@ CHUNK_BYTES = 4096  # three chunks an expert
 TRACED = tuple(
     f"greenroom.runtime.driver.{name}"
     for name in ("driver", "copier", "action_queue", "change_signal", "fair_lock", "host_worker",
-                 "prediction_worker", "predictions", "deferred_step", "disk_turns")
+                 "prediction_worker", "predictions", "deferred_steps", "disk_turns")
 )  # fmt: skip
 Step = tuple[int, tuple[int, ...]]
 
@@ -141,7 +141,8 @@ class Workload:
             rig.begin(prefill=number == 0, request=number // 2)
             for layer, experts in enumerate(layers):
                 if number % 2 and rig.scheduler.view.borrow_limit:
-                    rig.driver.announce_routing(layer, np.array(experts))
+                    pieces = np.array(experts) + EXPERTS * layer
+                    rig.driver.predictions.announce_routing(layer, pieces)
                 try:
                     rig.step(layer, *experts, compute=self._check_twice)
                 except StoreError:

@@ -109,7 +109,7 @@ def _play_host_steps(random: Random) -> None:
 
     run_threads(compute, resize)
     rig.settle()
-    assert not rig.tier.cache.state.pinned.any()
+    assert not rig.tier.leases
     assert not rig.scheduler.placement.cache.state.pinned.any()
     rig.driver.close()
 

@@ -62,7 +62,8 @@ class SpeculationConfig:
     speculate: str = option(
         OFF, "verify drafts of the next tokens in one pass, taken from what followed the same"
         " tokens before (lookup), or predicted by the checkpoint's MTP layer (mtp: one"
-        " request at a time); the text stays the same", None, (OFF, LOOKUP, MTP), shown=True,
+        " request at a time); the text stays the same, on a GPU but for rounding",
+        None, (OFF, LOOKUP, MTP), shown=True,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -184,7 +185,6 @@ class ServeConfig(SpeculationConfig):
                 load.approximation()
             ),
             "--co-compute auto": load.uses_host(),
-            f"--device {load.device}": load.device not in ("auto", "cpu", "fake"),
         }
         for name in (name for name, is_set in excluded.items() if is_set):
             raise UsageError(f"{name} cannot be used with --adapter here: leave out one of them")

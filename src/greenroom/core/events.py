@@ -34,6 +34,7 @@ class Routed:
     tail_weights: for each expert, its share of a token's gate weights and those of all lower-ranked
                   experts (see `core.gates`), [n]; None unless misses may be approximated
     device_only:  the host's processor may compute none of the experts
+    computed:     ids of experts that were computed before; those in slots are not ordered again
     """
 
     step: int
@@ -45,6 +46,7 @@ class Routed:
     prefill: bool = False
     tail_weights: Weights | None = None
     device_only: bool = False
+    computed: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from greenroom.errors import ClosedError
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.cuda.ids import to_host
 from greenroom.runtime.cuda.token_graph import active_graph
+from greenroom.runtime.driver.deferred_steps import ComputedStep
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.dense.decoder import ExpertsKey
@@ -316,44 +318,48 @@ def _token_step(
     launches: the layer's `TokenLaunches`
 
     The host reads the choice after the launches. If all experts were in slots, the scheduler
-    observes the step while the device computes the next layer; else now, since it must load some.
+    observes the step while the device computes later layers; else now, since it must load some.
     """
     if (graph := active_graph()) is not None:  # of the whole token
         make = partial(binding.token_launches.of_graph, top_k_index, top_k_weights)
         return graph.launch_experts(binding.layer, make, x, top_k_index, top_k_weights)
     driver = binding.driver
     result = driver.launch(partial(launches.start, x, top_k_index, top_k_weights))
-    driver.deferred.settle()
+    if driver.scheduler.resident_steps.path is None:  # else steps are served together
+        driver.deferred.settle()
     report = launches.read_report()
-    if launches.is_complete(report):
-        driver.deferred.set(partial(_serve, binding, launches, report))
-        if driver.predictions.enabled:  # predictions must not be late
-            driver.deferred.settle()
-        return result
-    _serve(binding, launches, report)
-    return launches.sum()
-
-
-def _serve(binding: Binding, launches: Any, report: list[int]) -> None:
-    """Let the scheduler serve a token's step, and launch the experts that it loads."""
-    chosen, experts, computed = launches.unpack(report)
     if binding.on_routing is not None:
-        binding.on_routing(binding.layer, chosen)
+        binding.on_routing(binding.layer, launches.choice(report))
+    if missing := launches.missing(report):
+        driver.deferred.settle()
+        _serve(binding, launches, report, missing)
+        return launches.result()
+    serve = partial(_serve, binding, launches, report, missing)
+    driver.deferred.add(ComputedStep(binding.layer, partial(launches.experts, report), serve))
+    if driver.predictions.enabled:  # predictions must not be late
+        driver.deferred.settle()
+    return result
+
+
+def _serve(binding: Binding, launches: Any, report: list[int], missing: set[int]) -> None:
+    """Let the scheduler serve a token's step, and launch the experts that it loads."""
+    experts = launches.experts(report)
 
     def observe_routing(inputs: bool) -> LayerRouting:
         captured = binding.router_inputs(inputs) if binding.router_inputs else None
-        return LayerRouting(binding.layer, chosen, inputs=captured)
+        return LayerRouting(binding.layer, launches.choice(report), inputs=captured)
 
     def compute_group(experts: Any, slots: Any) -> None:
         group = experts.tolist()
-        if not computed.issuperset(group):
+        if not missing.isdisjoint(group):
             launches.start_again(group, slots.tolist())
-            computed.update(group)
+            missing.difference_update(group)
 
     binding.driver.step(
         binding.layer,
-        experts,
+        np.array(experts, np.int64),
         compute_group,
         observe_routing=observe_routing,
         overlapped_work=binding.overlapped_work,
+        computed=[expert for expert in experts if expert not in missing] if missing else (),
     )

@@ -41,7 +41,7 @@ def serve(scheduler: Scheduler, step: int, layer: int, experts: np.ndarray) -> N
 
 def bypass(scheduler: Scheduler, experts: np.ndarray) -> np.ndarray | None:
     """A step on the all-resident path; None where it has to be routed."""
-    path = scheduler.all_resident_path
+    path = scheduler.resident_steps.path
     return None if path is None else path.step(experts)
 
 

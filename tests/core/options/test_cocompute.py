@@ -80,11 +80,10 @@ def test_a_miss_is_computed_from_its_slot_in_host_memory():
     fill(s, 1, 2, 3)
     (group,) = s.on(Routed(3, 0, ids(1)))
     assert (group.device, group.experts.tolist()) == (HOST, [1])
-    assert group.slots.tolist() == [int(tier.cache.state.slot_of[1])]
-    tier.cache.pin_hits()
-    assert tier.cache.state.pinned[1] == 1  # nobody else gets that slot meanwhile
+    assert group.slots.tolist() == [tier.caches[0].slots()[1]]
+    assert tier.leases == {1}  # nobody else gets that slot meanwhile
     assert s.on(Computed(HOST)) == [Finish()]
-    assert tier.cache.state.pinned[1] == 0
+    assert not tier.leases
     assert s.residents().tolist() == [3]  # it has taken nobody's place
     assert (s.counts.requests, s.counts.misses, s.counts.on_host) == (4, 4, 1)
 
@@ -134,15 +133,15 @@ def test_an_expert_for_the_host_is_read_into_host_memory_only():
     assert groups(s.on(Landed(0, 4))) == [(HOST, [4])]
     assert (second.chunk, len(s.transfers.entries)) == (1, 0)
     assert s.on(Computed(HOST)) == [Finish()]
-    assert tier.cache.residents().tolist() == [4]
-    assert not tier.cache.state.pinned.any()
+    assert [*tier.caches[0].slots()] == [4]
+    assert not tier.leases
 
 
 def test_a_failed_read_ends_the_step_and_leaves_no_expert_in_host_memory():
     s, tier = machine(device=1, host=6, speeds=HOST_FIRST)
     s.on(Routed(0, 0, ids(4)))
     assert s.on(Failed(0, 4)) == [Finish(failed=4)]
-    assert tier.cache.residents().tolist() == []
+    assert [*tier.caches[0].slots()] == []
     assert not s.placement.cache.state.pinned.any()
 
 
@@ -151,7 +150,7 @@ def test_a_cancelled_step_returns_its_host_slots():
     fill(s, 1, 2, 3)
     s.on(Routed(3, 0, ids(1, 2)))
     assert s.on(Cancelled()) == [Finish()]
-    assert not tier.cache.state.pinned.any()
+    assert not tier.leases
     assert not s.placement.cache.state.pinned.any()
 
 
@@ -178,7 +177,7 @@ def test_an_expert_that_the_host_computed_is_promoted_while_the_link_is_idle():
     assert s.residents().tolist() == [1, 3, 4, 5]
     assert (s.counts.on_host, s.counts.prefetches, s.counts.promoted) == (1, 1, 1)
     assert not s.placement.buffer.borrowed
-    assert not tier.cache.state.pinned.any()
+    assert not tier.leases
     assert groups(s.on(Routed(6, 0, ids(1)))) == [(0, [1])]
 
 
@@ -289,8 +288,8 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
     while driver.moving:
         driver.land()
     assert len(s.transfers.entries) == 0
-    assert not tier.cache.state.pinned.any()
-    assert not tier._under_way
+    assert not tier.leases
+    assert not tier.leases
     borrowed = len(s.placement.buffer.borrowed)
     assert (
         borrowed + int(s.placement.cache.state.free_count.sum()) + s.residents().size == s.capacity

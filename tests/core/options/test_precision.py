@@ -228,7 +228,7 @@ def test_a_miss_of_low_weight_takes_its_copy_from_host_memory():
     assert run(1, 2, 0.3) == [(0, N + 2), (1, N + 2)]  # takes the device's only slot of copies
     assert run(2, 1, 0.3) == [(1, N + 1)]
     assert run(3, 1, 1.0) == [(0, 1), (1, 1)]  # exact: the copy in host memory is of no use
-    assert [each.cache.residents().tolist() for each in tier.caches] == [[1], [1, 2]]
+    assert [[*each.slots()] for each in tier.caches] == [[1], [1, 2]]
     assert (s.counts.low, s.counts.low_hits) == (3, 0)
 
 

@@ -104,7 +104,7 @@ def test_uses_are_counted_where_all_experts_are_resident() -> None:
     driver.step(0, 0)
     driver.send(Idle(EVERY))
     driver.settle()
-    path = driver.s.all_resident_path
+    path = driver.s.resident_steps.path
     assert path is not None
     assert path.step(ids(5, 6)) is not None
     assert (driver.s.counts.idle, driver.s.view.counted().idle_used) == (11, 2)

@@ -12,7 +12,7 @@ from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import Landed, Resized, Routed, StartChunk
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.queue import TransferQueue
-from greenroom.core.transfers.tiers import HostTier
+from greenroom.core.transfers.tiers import HostCache, HostTier
 from greenroom.policies import policy
 from greenroom.sim.clock import TraceStep
 from tests.core.random_driver import EXPERTS, LAYERS, OFFSETS, RandomDriver, carry_out, ids, pieces
@@ -45,7 +45,7 @@ def test_the_tier_evicts_by_its_own_policy():
     s, tier = machine(device=1, host=2)
     for step, expert in enumerate((1, 2, 1, 3)):
         served(s, step, expert)
-    assert tier.cache.residents().tolist() == [1, 3]  # 2 was asked for longest ago
+    assert [*tier.caches[0].slots()] == [1, 3]  # 2 was asked for longest ago
     assert served(s, 4, 2) == [(0, 2), (1, 2)]
 
 
@@ -54,8 +54,8 @@ def test_a_prompt_fills_free_host_slots_and_evicts_no_expert():
     served(s, 0, 1)
     served(s, 1, 2)
     assert served(s, 2, 3, 4, 5, prefill=True) == [(k, e) for e in (3, 4, 5) for k in (0, 1)]
-    assert tier.cache.residents().tolist() == [1, 2, 3]
-    assert not tier.cache.state.pinned.any()
+    assert [*tier.caches[0].slots()] == [1, 2, 3]
+    assert not tier.leases
 
 
 def test_more_transfers_than_tier_slots_go_through_staging_slots():
@@ -64,7 +64,7 @@ def test_more_transfers_than_tier_slots_go_through_staging_slots():
     assert [(a.host_slot, a.staging_slot >= 0) for a in moving] == [(0, False)]
     (second, _) = s.on(Landed(moving[0].lane, 1, 0))[::-1]
     assert (second.piece, second.host_slot, second.staging_slot >= 0) == (2, -1, True)
-    assert tier.cache.residents().tolist() == [1]
+    assert [*tier.caches[0].slots()] == [1]
 
 
 def test_an_incomplete_expert_does_not_stay_in_host_memory():
@@ -76,7 +76,7 @@ def test_an_incomplete_expert_does_not_stay_in_host_memory():
     queue.land(0, first.lane)
     queue.drop(4)  # its only chunk so far is in host memory, and nothing of it moves
     assert 4 not in queue.entries
-    assert tier.cache.residents().tolist() == []
+    assert [*tier.caches[0].slots()] == []
     entry = queue.add(4, 0, 2)
     assert not entry.host_resident
 
@@ -150,13 +150,13 @@ class HostTierDriver(RandomDriver):
 
 def check_host(tier: HostTier, driver: HostTierDriver) -> None:
     """Check that nothing is pinned in host memory, and that residents have all of their bytes."""
-    assert not tier._under_way
-    for each in tier.caches:
-        assert not each.cache.state.pinned.any()
-        assert not any(each.pinned.values())
-        for expert in each.cache.residents().tolist():
-            slot = each.first_slot + int(each.cache.state.slot_of[expert])
-            piece = each.first_piece + expert
+    assert not tier.leases
+    for number, each in enumerate(tier.caches):
+        if isinstance(each, HostCache):
+            assert not each.cache.state.pinned.any()
+            assert not any(each.pinned.values())
+        for expert, place in each.slots().items():
+            slot, piece = number * tier.capacity + place, number * tier.pieces.experts + expert
             chunks = int(tier.pieces.chunks[piece])
             assert driver.host[slot] == (piece, set(range(chunks)))
 

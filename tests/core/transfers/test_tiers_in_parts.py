@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,12 @@ from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import Computed, Finish, Landed, Resized, Routed, StartChunk
 from greenroom.core.pieces import Pieces, Split
 from greenroom.core.scheduler.scheduler import Scheduler
-from greenroom.core.transfers.tiers import HostTier, host_slot_groups, least_host_slots
+from greenroom.core.transfers.tiers import (
+    CompleteHostCache,
+    HostTier,
+    host_slot_groups,
+    least_host_slots,
+)
 from greenroom.errors import BudgetError
 from greenroom.policies import policy
 from greenroom.sim.clock import TraceStep
@@ -77,7 +83,7 @@ def test_host_memory_evicts_tops_and_bottoms_separately():
     s, tier = machine(in_halves(1), host=2)
     for step, experts in enumerate(((1,), (2,), (1,), (3,))):
         served(s, step, *experts)
-    tops, bottoms = (each.cache.residents().tolist() for each in tier.caches)
+    tops, bottoms = ([*each.slots()] for each in tier.caches)
     assert tops == [2, 3]
     assert bottoms == [1, 3]
     assert served(s, 4, 1) == [(1, N + 1)]
@@ -92,19 +98,36 @@ def test_layers_share_slots_of_host_memory_only_if_segments_are_of_one_size():
     assert [(n, int(p[0]), p.size) for n, p in host_slot_groups(uneven, 5)] == [
         (3, 0, 6), (2, 6, 6), (3, N, 6), (2, N + 6, 6),
     ]  # fmt: skip
-    for each in apart.caches:
-        for expert in (0, 7):
-            slot, _ = apart.request(each.first_piece + expert)
-            before = 0
-            for size, fitting in host_slot_groups(uneven, 5):
-                if before <= slot < before + size:
-                    assert each.first_piece + expert in fitting
-                before += size
+    check_groups(apart, [0, 7, N, N + 7])
     assert not apart.holds_all
     assert HostTier(uneven, N, policy("lru")).holds_all
     assert (least_host_slots(in_halves()), least_host_slots(uneven)) == (1, 2)
     with pytest.raises(BudgetError, match=r"room for 1 experts, but needs room for 2: .* layer"):
         HostTier(uneven, 1, policy("lru"))
+
+
+def check_groups(tier: HostTier, requested: Sequence[int]) -> None:
+    """Check that requested pieces get different slots, each in its own group."""
+    group_of, at = {}, 0
+    for size, fitting in host_slot_groups(tier.pieces, tier.capacity):
+        group_of |= {slot: set(fitting.tolist()) for slot in range(at, at + size)}
+        at += size
+    slots = [tier.request(piece)[0] for piece in requested]
+    assert len({*slots}) == len(requested)
+    assert all(piece in group_of[slot] for piece, slot in zip(requested, slots, strict=True))
+
+
+@pytest.mark.parametrize("more", [0, 3])
+def test_every_piece_has_a_slot_of_its_group_if_host_memory_holds_all(more):
+    uneven = Pieces.with_split(OFFSETS, Split((100, 50), (0, 50), 3))
+    devices = Pieces.unsplit(OFFSETS, [100, 100], devices=2)
+    for every in (devices, in_halves(), uneven):
+        tier, requested = HostTier(every, N + more, policy("lru")), list(range(len(every)))
+        assert all(isinstance(each, CompleteHostCache) for each in tier.caches)
+        check_groups(tier, requested[::-1])
+        for piece in requested:
+            tier.release(piece, piece % 2 == 0)
+        assert [tier.has(piece) for piece in requested] == [piece % 2 == 0 for piece in requested]
 
 
 def test_hand_worked_seconds_of_one_split_expert_on_two_links():

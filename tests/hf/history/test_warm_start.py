@@ -20,6 +20,7 @@ from greenroom.plan.history import files
 from greenroom.plan.history.files import load_routing, save_routing
 from greenroom.plan.history.recent import RecentRouting, recent_trace
 from greenroom.plan.history.routing import RoutingHistory
+from tests.emulated_gpu import emulated_gpus
 from tests.models import cached_tiny
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
@@ -283,3 +284,22 @@ def test_a_run_saves_its_routing(folder, monkeypatch):
     for layer in (0, 1):
         experts = np.concatenate([each for at, each in heard if at == layer])
         np.testing.assert_array_equal(trace.experts[:, layer], experts)
+
+
+def test_a_gpu_starts_with_the_experts_of_earlier_runs(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answer(folder)[0]
+    emulated_gpus(monkeypatch)
+    for began in (False, True):
+        model, _ = greenroom.load(
+            folder, cache="40%", kernels="eager", prefetch="off", device="cuda:0,cuda:1",
+            host_memory="2GiB",
+        )  # fmt: skip
+        try:
+            assert (model.greenroom.warm_experts > 0) or not began
+            ids = model.generate(PROMPT.to(model.device), max_new_tokens=24, do_sample=False,
+                                 min_new_tokens=24)  # fmt: skip
+            assert torch.equal(ids.cpu(), expected)
+        finally:
+            model.greenroom.detach()

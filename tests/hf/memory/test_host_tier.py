@@ -50,7 +50,7 @@ def test_bits_are_those_of_unsplit_experts(name, cached):
         assert host.requests > host.hits
         assert counts.misses > 0
         assert (counts.bottoms > 0) == (shares is not None)
-        assert not host._under_way
+        assert not host.leases
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_copies_pass_through_host_memory(of, at, host_capacity, cuda, monkeypatc
     assert (parts.count(LOW) > 0) == bool(at.low)
     assert parts.count(SKIP) == stats.approximated["skipped"]
     assert stats.host["requests"] > 0
-    assert scheduler.transfers.host._under_way <= scheduler.transfers.entries.keys()
+    assert scheduler.transfers.host.leases <= scheduler.transfers.entries.keys()
     disk, bus = (link["bytes"] for link in stats.links)
     assert disk <= bus
     theirs = replayed(folder, decisions, prompt, at)
@@ -336,15 +336,11 @@ def test_copies_have_their_share_of_the_memory():
         (None, {}, "and this checkpoint has none: make a pack .*greenroom pack MODEL -o OUT"),
         (("same", "int8"), {}, "this pack has copies in int8: .* --miss-precision int4"),
         (("same", "int4"), {"device": "fake,fake"}, "works with one device only: give one, or"),
-        (
-            ("int8", "int4"),
-            {"device": "fake,fake", "miss_precision": "off"},
-            "int4 copies, which work with --device cpu",
-        ),
+        (("int8", "int4"), {"device": "fake,fake"}, "leave out --miss-precision and --co-compute"),
         (
             ("int8", "int4"),
             {"device": "fake", "host_memory": "50%"},
-            "int4 copies, which work with --device cpu only",
+            "int4 copies, which only a CPU joins with the rest",
         ),
     ],
 )

@@ -10,8 +10,11 @@ import pytest
 import greenroom
 from greenroom.config import SamplingConfig
 from greenroom.core.speculation import speculation
+from greenroom.hf.kv import batch, draft_pass
 from greenroom.hf.text.drafting import DraftedLoop
 from greenroom.hf.text.generate import answer
+from tests.emulated_gpu import emulated_gpus
+from tests.models import cached_tiny
 from tests.server.engine.test_drafts import EagerTimes, bfloat16_folder
 
 PROMPT = "The green the green the green the green"
@@ -84,3 +87,25 @@ def test_beam_search_has_no_drafts(ready: Any, monkeypatch: Any) -> None:
         "no speculation: the model's generation config asks for beam_search"
     )
     assert made.options(None) == {}  # type: ignore[arg-type]
+
+
+def test_answers_on_a_gpu_have_drafts(monkeypatch: Any, no_threads_left: None) -> None:
+    """In float32, whose rounding is too small to change a token."""
+    emulated_gpus(monkeypatch)
+    monkeypatch.setattr(speculation, "PassTimes", EagerTimes)
+    folder = str(cached_tiny("qwen3_moe", tokenizer=True))
+    model, tokenizer = greenroom.load(folder, cache="50%", device="cuda", kernels="eager")
+    try:
+        made = DraftedLoop(model)
+        assert made.description == "speculation by lookup, which may change last bits"
+        made.speculation.guard.passed = lambda *args: None  # type: ignore[method-assign]
+        sampling = SamplingConfig(max_new_tokens=60, temperature=0)
+        plain = answer(model, tokenizer, PROMPT, sampling, context=256)
+        drafted = answer(model, tokenizer, PROMPT, sampling, context=256, loop=made)
+        assert drafted.token_ids == plain.token_ids
+        assert made.speculation.counts.accepted > 0
+        monkeypatch.setattr(batch, "is_near", lambda *args: False)
+        monkeypatch.setattr(draft_pass, "is_near", lambda *args, **options: False)
+        assert DraftedLoop(model).obstacle
+    finally:
+        model.greenroom.detach()

@@ -123,7 +123,7 @@ def test_real_threads_compute_every_expert_from_its_own_bytes(disk, host_s):
     for piece in rig.scheduler.residents().tolist():
         at = rig.scheduler.placement.tier_slots[rig.scheduler.placement.cache.state.slot_of[piece]]
         assert rig.holds(int(at), piece)
-    assert not rig.tier.cache.state.pinned.any()
+    assert not rig.tier.leases
     rig.driver.close()
 
 
@@ -147,7 +147,7 @@ def test_a_failed_read_ends_only_its_step(disk):
     rig.settle()
     assert failed
     assert rig.on_host > 0
-    assert not rig.tier.cache.state.pinned.any()
+    assert not rig.tier.leases
     assert not rig.scheduler.placement.cache.state.pinned.any()
     rig.driver.close()
 
@@ -187,7 +187,7 @@ def test_an_interruption_waits_for_what_the_host_computes(disk, monkeypatch):
     in_time(play, interrupt)
     rig.driver.resume()
     rig.settle()
-    assert not rig.tier.cache.state.pinned.any()
+    assert not rig.tier.leases
     rig.begin()
     rig.step(0, 3, 4)
     rig.driver.close()

@@ -196,7 +196,7 @@ def test_a_late_prediction_does_not_replace_what_a_router_chose(rig):
     r = with_worker(rig, predictor)
     r.begin()
     r.step(0, 0)
-    r.driver.announce_routing(1, np.array([5]))
+    r.driver.predictions.announce_routing(1, np.array([5]) + r.driver.pieces.offsets[1])
     predictor.may_go.set()
     r.driver.predictions.drain()
     r.settle()

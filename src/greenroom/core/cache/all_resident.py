@@ -8,6 +8,8 @@ times as long when the weights have displaced the policy's data from the process
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from greenroom.core.cache.placement import Placement
@@ -45,12 +47,25 @@ class AllResident:
         loaded yet, the method counts nothing and returns None.
         """
         slots: Ints = self.slot_of[experts]
-        if slots.min() < 0:
+        if -1 in slots.tolist():  # faster than NumPy's minimum
             return None
         self.used[experts] = self.steps + 1
         self.count(experts.size)
         place: Ints = self.tier_slots[slots]
         return place
+
+    def serve(self, experts: Ints, sizes: Sequence[int]) -> bool:
+        """Serve steps of different layers, each with a size, whose experts are all resident.
+
+        `experts` are those of all steps. If one of them is not loaded yet, the method counts
+        nothing and returns False.
+        """
+        if -1 in self.slot_of[experts].tolist():
+            return False
+        sizes = [size for size in sizes if size]
+        self.used[experts] = np.repeat(np.arange(1, len(sizes) + 1) + self.steps, sizes)
+        self.count(experts.size, len(sizes))
+        return True
 
     def count(self, experts: int, steps: int = 1) -> None:
         """Count steps (layers of a pass) whose experts are all cache hits.

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from greenroom.core.cache.all_resident import AllResident
 from greenroom.core.cache.buffer import BorrowedSlot
 from greenroom.core.cache.cache import NO_FLAGS
 from greenroom.core.cache.placement import Placement
@@ -42,7 +41,9 @@ from greenroom.core.prefetch.lookahead import Lookahead
 from greenroom.core.prefetch.prefetcher import Prefetcher
 from greenroom.core.scheduler.borrowing import Borrowing
 from greenroom.core.scheduler.checks import check_settings
+from greenroom.core.scheduler.demands import demand
 from greenroom.core.scheduler.leases import lease
+from greenroom.core.scheduler.resident_steps import ResidentSteps
 from greenroom.core.scheduler.step import Step
 from greenroom.core.scheduler.view import StateView
 from greenroom.core.transfers.queue import Entry, Urgency
@@ -59,7 +60,6 @@ class Scheduler:
     memory, GPU). Of several devices each has its own slots, last link and expert groups."""
 
     step: Step | None = None  # under way
-    all_resident_path: AllResident | None = None
 
     def __init__(
         self,
@@ -109,6 +109,14 @@ class Scheduler:
         self._step_class = next((o.step_class for o in options if o.step_class), Step)
         self.prefetcher.drops_unused = not self._step_class.keeps_prefetches
         self._proposers = [o for o in options if overrides(o, "candidates")]
+        needs_events = (
+            self._detailed
+            or self._step_class is not Step
+            or bool(self._planners or self._observers or self._proposers)
+        )
+        self.resident_steps = ResidentSteps(
+            self.placement, self.transfers, self.prefetcher, self.counts, needs_events
+        )
         self._handlers = {
             Routed: self._routed,
             Predicted: self._predicted,
@@ -155,8 +163,8 @@ class Scheduler:
     def _routed(self, event: Routed, actions: list[Action]) -> None:
         if self.step is not None:
             raise RuntimeError("event Routed during a step: the step must finish first")
-        if self.all_resident_path is not None:
-            self._leave_all_resident()
+        if self.resident_steps.path is not None:
+            self.resident_steps.leave_path()
         placement, transfers, counts = self.placement, self.transfers, self.counts
         if self.idle.observes:
             self.idle.routed(event.experts)
@@ -197,11 +205,15 @@ class Scheduler:
                 step.approximate(event, approximated)
             if step.awaiting_secondary:
                 step.claim_secondary()
+            if event.computed:
+                step.take_computed(event.computed, self._now)
         pump = served.misses or placement.secondary.capacity
         if pump or transfers.busy or self.lookahead.candidates or self._proposers:
             self._pump(actions)
         if group is not None:
             actions.append(group)
+        elif step.expert_groups:
+            self._computed(Computed(), actions)
         else:
             self._advance(actions)
 
@@ -212,26 +224,11 @@ class Scheduler:
             absent = [request for request in absent if request not in step.on_host]
             step.compute_on_host()
         if step.reuses_slots:
-            self._demand(step, self._borrowing.take_moving(step, absent, prefetched))
+            demand(step, self._borrowing.take_moving(step, absent, prefetched))
         elif borrows:
             self._borrowing.fetch(step, absent, prefetched)
         else:
-            self._demand(step, absent)
-
-    def _demand(self, step: Step, misses: list[int]) -> None:
-        """Request the misses, except where an earlier request still needs the slot."""
-        holder: dict[int, int] = {}
-        missed = set(misses)
-        for request, slot in enumerate(step.slots.tolist()):
-            if request in step.on_host:
-                continue
-            if request in missed:
-                if slot in holder:
-                    step.missing[step.experts[request]] = request
-                    step.blocked[holder[slot]] = request
-                else:
-                    step.demand(request, slot)
-            holder[slot] = request
+            demand(step, absent)
 
     # ---- a step continues
 
@@ -360,8 +357,7 @@ class Scheduler:
             self._pump(actions)
         actions.append(Finish(step.failed))
         if self.placement.holds_all:
-            path = AllResident.of(self.placement, self.counts)
-            self.all_resident_path = self.idle.all_resident = path
+            self.resident_steps.enter_path()
 
     # ---- between steps
 
@@ -387,14 +383,7 @@ class Scheduler:
         """Resize as soon as no step and no transfer is under way."""
         if self.step is not None or not self.placement.resizing:
             return
-        self._leave_all_resident()
+        self.resident_steps.leave_path()
         self.prefetcher.abandon()
         if not self.transfers.entries:
             actions += self.placement.apply_resize()
-
-    def _leave_all_resident(self) -> None:
-        """Report the uses of the all-resident path to the policy."""
-        if self.all_resident_path is not None:
-            self.idle.leave_all_resident()
-            self.all_resident_path.report()
-            self.all_resident_path = None

@@ -15,7 +15,7 @@ from greenroom.core.plan import EXACT, LOW, SKIP, ComputedGroup, StepPlan
 from greenroom.core.transfers.transfers import Transfers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 
 class Step:
@@ -135,6 +135,13 @@ class Step:
         self.served, self.pinned, self._served_pieces = served, served.pinned, self.array
         self.expert_groups[0], self.start_times[0] = range(self.exact), now
         return ComputeGroup(self.array, self._placement.tier_slots[served.slots])
+
+    def take_computed(self, experts: Collection[int], now: float) -> None:
+        """Put ready experts that were computed before the step into a first group."""
+        requests = [request for request in self.ready if self.experts[request] in experts]
+        if requests:
+            self.ready = [request for request in self.ready if self.experts[request] not in experts]
+            self.expert_groups[0], self.start_times[0] = requests, now
 
     def split(self) -> None:
         """Add the bottom segments of split experts to a layer's requests for top segments."""

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import repeat
 
 from greenroom.core.events import StartChunk
 from greenroom.core.home_devices import spread
@@ -153,7 +154,7 @@ class TransferQueue:
                 entry.host_slot, entry.host_resident = self.host.request(piece)
             if entry.host_resident:
                 entry.started = entry.read = chunks
-                staged[1].extend((chunk, -1) for chunk in range(chunks))
+                staged[1].extend(zip(range(chunks), repeat(-1)))
             self._queues[path[int(entry.host_resident)]][urgency][piece] = entry
             self.demands += urgency is Urgency.DEMAND
             return entry

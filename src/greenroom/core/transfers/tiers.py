@@ -17,6 +17,7 @@ memory stay.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,16 +34,98 @@ from greenroom.errors import BudgetError, UsageError
 class HostCache:
     """One of the host tier's caches: of experts and top segments, or of their secondary pieces.
 
-    first_piece: the id of the piece that belongs to expert 0
-    first_slot:  the number in the tier of the cache's first slot
-    pinned:      how many pinned slots each slot group has
+    Pieces have their numbers within the cache, from 0.
+
+    pinned: how many pinned slots each slot group has
     """
 
-    __slots__ = ("cache", "first_piece", "first_slot", "pinned")
-
-    def __init__(self, cache: Cache, first_piece: int, first_slot: int) -> None:
-        self.cache, self.first_piece, self.first_slot = cache, first_piece, first_slot
+    def __init__(
+        self, pieces: Pieces, capacity: int, policy: Policy, scope: Scope, seed: int
+    ) -> None:
+        self.cache = Cache(pieces, capacity, policy, scope, seed)
         self.pinned = Counter[int]()
+
+    @property
+    def capacity(self) -> int:
+        return self.cache.capacity
+
+    def slots(self) -> dict[int, int]:
+        """Return the slot of each piece that has one, by ascending piece."""
+        pieces = self.cache.residents()
+        return dict(zip(pieces.tolist(), self.cache.state.slot_of[pieces].tolist(), strict=True))
+
+    def has(self, piece: int) -> bool:
+        """Tell whether a piece has a slot."""
+        return bool(self.cache.state.slot_of[piece] >= 0)
+
+    def request(self, piece: int, clock: int, request: int, prefill: bool) -> tuple[int, bool]:
+        """Request a piece; return its slot, pinned, and whether it had the slot before.
+
+        The slot is -1 if all slots are pinned, none is free for a prompt, or the policy inserts
+        nothing.
+        """
+        cache, state = self.cache, self.cache.state
+        resident, slot_group = self.has(piece), int(state.group_of[piece])
+        if not resident and self.pinned[slot_group] >= cache.sizes[slot_group]:  # all are pinned
+            return -1, False
+        pieces, fill = np.array([piece], np.int64), 1 if prefill else -1
+        served = cache.serve(pieces, clock, request=request, prefill=prefill, fill=fill)
+        slot = int(served.slots[0])
+        if slot < 0:
+            cache.release(pieces)
+            return -1, False
+        self.pinned[slot_group] += 1
+        return slot, resident
+
+    def release(self, piece: int, complete: bool, clock: int) -> None:
+        """Unpin a piece; remove it unless its bytes are complete."""
+        self.pinned[int(self.cache.state.group_of[piece])] -= 1
+        self.cache.release(np.array([piece], np.int64))
+        if not complete:
+            self.cache.remove(piece, clock)
+
+
+class CompleteHostCache:
+    """A host cache with a slot for every piece, which needs no policy: it never evicts.
+
+    A policy takes longer than all else that is done for a request.
+    """
+
+    def __init__(self, sizes: Sequence[int], group_of: Ints) -> None:
+        """Give each piece a slot; slot groups have `sizes`, `group_of` has each piece's group."""
+        order, first = np.argsort(group_of, kind="stable"), np.cumsum([0, *sizes])
+        counts = np.bincount(group_of, minlength=len(sizes))
+        places = np.concatenate([np.arange(n) + at for n, at in zip(counts, first, strict=False)])
+        slots = np.empty(group_of.size, np.int64)
+        slots[order] = places
+        self.capacity, self._slots = sum(sizes), slots.tolist()
+        self._present = bytearray(group_of.size)
+
+    @staticmethod
+    def of(pieces: Pieces, capacity: int, scope: Scope) -> CompleteHostCache | None:
+        """Return a cache of so many slots; None unless each slot group has room for its pieces."""
+        sizes = group_sizes(pieces, capacity, scope)
+        group_of = _group_of(pieces, scope)
+        if (np.bincount(group_of, minlength=len(sizes)) > sizes).any():
+            return None
+        return CompleteHostCache(sizes, group_of)
+
+    def slots(self) -> dict[int, int]:
+        """Return the slot of each piece that is there or on its way there, by ascending piece."""
+        return {n: slot for n, slot in enumerate(self._slots) if self._present[n]}
+
+    def has(self, piece: int) -> bool:
+        """Tell whether a piece is in its slot, or on its way there."""
+        return bool(self._present[piece])
+
+    def request(self, piece: int, clock: int, request: int, prefill: bool) -> tuple[int, bool]:
+        """Request a piece; return its slot, and whether it was requested before."""
+        present, self._present[piece] = self._present[piece], True
+        return self._slots[piece], bool(present)
+
+    def release(self, piece: int, complete: bool, clock: int) -> None:
+        """Record the end of a piece's transfer; remove it unless its bytes are complete."""
+        self._present[piece] = complete
 
 
 class HostTier:
@@ -76,21 +159,18 @@ class HostTier:
                 " each device, or for each layer where --split has different shares; give"
                 " a larger --host-memory (or --host-capacity)"
             )
-        self.pieces, scope = pieces, _scope(pieces)
-        self.cache = Cache(_kind(pieces, 0), capacity, policy, scope, seed)
-        self.caches = [HostCache(self.cache, 0, 0)]
-        if pieces.split is not None or pieces.copies is not None:
-            second = Cache(_kind(pieces, 1), capacity, policy, scope, seed)
-            self.caches.append(HostCache(second, pieces.experts, self.cache.capacity))
+        self.pieces = pieces
+        kinds = 1 if pieces.split is None and pieces.copies is None else 2
+        self.caches = [_host_cache(pieces, kind, capacity, policy, seed) for kind in range(kinds)]
         self.requests = self.hits = 0
+        self.leases: set[int] = set()  # pieces whose slots are in use
         self._experts = pieces.experts
-        self._under_way: set[int] = set()  # pieces whose slots are pinned
         self._clock, self._request, self._prefill = 0, 0, False
 
     @property
     def capacity(self) -> int:
         """The number of experts that host memory has slots for, with their secondary pieces."""
-        return self.cache.capacity
+        return self.caches[0].capacity
 
     @property
     def holds_all(self) -> bool:
@@ -106,49 +186,41 @@ class HostTier:
         """Request an expert, segment or copy in host memory, for its transfer to the device.
 
         Returns (its slot, whether its bytes are in the slot). The slot is -1 if the piece is not
-        cached: all slots are pinned, or none is free for a prompt.
+        cached: all slots are in use, or none is free for a prompt.
         """
         self.requests += 1
-        of = self.caches[piece >= self._experts]
-        cache, expert = of.cache, piece - of.first_piece
-        state = cache.state
-        resident, slot_group = bool(state.slot_of[expert] >= 0), int(state.group_of[expert])
-        if not resident and of.pinned[slot_group] >= cache.sizes[slot_group]:  # all are pinned
-            return -1, False
-        experts = np.array([expert], np.int64)
-        served = cache.serve(
-            experts,
-            self._clock,
-            request=self._request,
-            prefill=self._prefill,
-            fill=1 if self._prefill else -1,
+        second = piece >= self._experts
+        slot, resident = self.caches[second].request(
+            piece - second * self._experts, self._clock, self._request, self._prefill
         )
-        slot = int(served.slots[0])
-        if slot < 0:  # not inserted by the policy, or in a prompt
-            cache.release(experts)
+        if slot < 0:
             return -1, False
-        self._under_way.add(piece)
-        of.pinned[slot_group] += 1
+        self.leases.add(piece)
         self.hits += resident
-        return of.first_slot + slot, resident
+        return slot + second * self.capacity, resident
 
     def has(self, piece: int) -> bool:
         """Tell whether an expert, segment or copy has a slot in host memory."""
-        of = self.caches[piece >= self._experts]
-        return bool(of.cache.state.slot_of[piece - of.first_piece] >= 0)
+        return self.caches[piece >= self._experts].has(piece % self._experts)
 
     def release(self, piece: int, complete: bool) -> None:
         """Unpin an expert in host memory once its transfer to the device has ended.
 
         Unless its bytes are `complete`, the expert is removed from host memory.
         """
+        self.leases.remove(piece)
         of = self.caches[piece >= self._experts]
-        expert = piece - of.first_piece
-        self._under_way.remove(piece)
-        of.pinned[int(of.cache.state.group_of[expert])] -= 1
-        of.cache.release(np.array([expert], np.int64))
-        if not complete:
-            of.cache.remove(expert, self._clock)
+        of.release(piece % self._experts, complete, self._clock)
+
+
+def _host_cache(
+    pieces: Pieces, number: int, capacity: int, policy: Policy, seed: int
+) -> HostCache | CompleteHostCache:
+    """Make a cache of pieces of one kind; without a policy if it has room for all of them."""
+    kind, scope = _kind(pieces, number), _scope(pieces)
+    policy.check_online()
+    complete = CompleteHostCache.of(kind, capacity, scope) if policy.preload is None else None
+    return complete or HostCache(kind, capacity, policy, scope, seed)
 
 
 def host_slot_groups(pieces: Pieces, capacity: int) -> list[tuple[int, Ints]]:
@@ -159,7 +231,7 @@ def host_slot_groups(pieces: Pieces, capacity: int) -> list[tuple[int, Ints]]:
     groups, scope = [], _scope(pieces)
     for number in range(1 if pieces.split is None and pieces.copies is None else 2):
         kind, first = _kind(pieces, number), number * pieces.experts
-        group_of = kind.home_device if scope == "shared" else kind.layer
+        group_of = _group_of(kind, scope)
         for group, size in enumerate(group_sizes(kind, capacity, scope)):
             groups.append((size, first + np.flatnonzero(group_of == group)))
     return groups
@@ -177,6 +249,11 @@ def _scope(pieces: Pieces) -> Scope:
         return "shared"
     alike = len({*split.tops}) == len({*split.bottoms}) == 1
     return "shared" if alike else "per-layer"
+
+
+def _group_of(pieces: Pieces, scope: Scope) -> Ints:
+    """Return the slot group of each piece: its device, or its layer."""
+    return pieces.home_device if scope == "shared" else pieces.layer
 
 
 def _kind(pieces: Pieces, number: int) -> Pieces:

@@ -23,14 +23,13 @@ from torch import Tensor, nn
 from greenroom.hf.attach.token_attention import (
     SDPA,
     GraphCache,
-    NoGraph,
     replace_attention,
     restore_attention,
 )
 from greenroom.hf.kv.cache import GrowingLayer
 from greenroom.hf.kv.single_token import count_token, token_buffers
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.cuda.token_graph import Buffers, TokenGraph
+from greenroom.runtime.cuda.token_graph import Buffers, NoGraph, TokenGraph
 from greenroom.runtime.forward import BINDING, Binding
 from greenroom.runtime.kernels.resident.decode_pass import ARGUMENTS, kind_of, sees_all_tokens
 from greenroom.runtime.kernels.triton.token_attention import attend_to_all, is_supported
@@ -203,7 +202,7 @@ class GraphPass:
             results = []
             for compute in (graph.compute, graph.replay):  # kernel by kernel, then as a graph
                 results.append(compute(lambda: self._decode(graph)))
-                graph.read_reports(self._engine.current_stream())
+                graph.read_reports()
             if graph.mask_is_full and all(torch.equal(each, hidden) for each in results):
                 self._threads.graph, self._threads.output = graph, type(out)
                 return out
@@ -239,10 +238,8 @@ class GraphPass:
         graph.set_inputs(token.ids, token.positions, token.mask, before, token.buffers)
 
         def find(tables: SlotTables) -> Sequence[int]:
-            if (table := self._driver.changes.table) is not None:
-                table.follow_stream()
             results.append(graph.replay(lambda: self._decode(graph)))
-            reports = graph.read_reports(self._engine.current_stream())
+            reports = graph.read_reports()
             if not graph.mask_is_full or not (reports & 1).all():
                 return ()
             self._record(reports >> 1, graph.moe_layers)

@@ -206,4 +206,5 @@ class PassHooks:
                 ids = chosen.unique().cpu().numpy()
             else:
                 ids = np.unique(variants.stored(layer, chosen.flatten(0, -2).cpu().numpy()))
-            self._driver.announce_routing(layer, ids[ids < count])
+            pieces = ids[ids < count] + self._driver.pieces.offsets[layer]
+            self._driver.predictions.announce_routing(layer, pieces)

@@ -72,7 +72,7 @@ class ChangedRouters:
         """Compute a router's forward; while decoding, with the experts that the options choose."""
         module = self._routers[layer].module
         out = type(module).forward(module, *args, **kwargs)
-        if self._driver.prefill or out[0].is_meta:
+        if self._driver.passes.prefill or out[0].is_meta:
             return out
         first, weights, index, *more = out
         scores = formula.scores(first.detach().reshape(-1, first.shape[-1]))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from greenroom.runtime.cuda.token_graph import TokenGraph, active_graph
+from greenroom.runtime.cuda.token_graph import NoGraph, TokenGraph, active_graph
 from greenroom.runtime.kernels.triton.token_attention import (
     attend_in_place,
     attend_to_all,
@@ -23,10 +23,6 @@ from greenroom.runtime.kernels.triton.token_attention import (
 SDPA = "sdpa"
 MARK = "_greenroom_token_attention"  # attribute of modules whose attention is replaced
 _original = ALL_ATTENTION_FUNCTIONS[SDPA]
-
-
-class NoGraph(Exception):
-    """A layer's attention cannot be a part of a graph."""
 
 
 class GraphCache(DynamicCache):

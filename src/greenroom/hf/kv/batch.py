@@ -294,7 +294,6 @@ def try_batching(batch: Batch, model: Any) -> str:
     vocabulary = model.config.get_text_config().vocab_size
     ids = [torch.randint(0, vocabulary, (n,), generator=random).tolist() for n in (7, 12, 5)]
     ends = [(3, 6, 7), (9, 11, 12), (3, 4, 5)]  # of each sequence's parts: prompts, then tokens
-    near = 1e-3 if model.dtype is torch.float32 else 5e-2
     try:
         with model.greenroom.hooks.without_experts():
             expected = [
@@ -305,11 +304,17 @@ def try_batching(batch: Batch, model: Any) -> str:
         return f"a batched pass of {type(model).__name__} fails: {str(error)[:200]!r}"
     for place in range(3):
         for each, (single, *_) in zip(batched[place], (e[place] for e in expected), strict=True):
-            if not (each - single).float().norm() <= near * single.float().norm():
+            if not is_near(each, single, model.dtype):
                 return f"{type(model).__name__} mixes tokens of different sequences in a batch"
             if batch.exact and not torch.equal(each, single):
                 return f"{type(model).__name__}: a token's bits depend on other tokens of its pass"
     return ""
+
+
+def is_near(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Check that logits differ by no more than the rounding of a model in `dtype`."""
+    near = 1e-3 if dtype is torch.float32 else 5e-2
+    return bool((logits - expected).float().norm() <= near * expected.float().norm())
 
 
 def _read_parts(

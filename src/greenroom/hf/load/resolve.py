@@ -31,8 +31,6 @@ def resolve(
     policy(config.policy).check_online()
     predictor(config.prefetch)
     gpu = on_a_gpu(config)
-    if gpu and variants:
-        raise UsageError("--adapter: a server's adapters need a CPU: add --device cpu")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = find_checkpoint(source, config.config)

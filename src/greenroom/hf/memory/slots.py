@@ -96,10 +96,12 @@ def _check_parts(setup: ModelSetup) -> None:
     """Raise UsageError for formats of experts that this run's devices and options do not allow."""
     catalog = setup.catalog
     segments = any(layout.segments for layout in catalog.layouts)
-    if isinstance(catalog, CopiesCatalog) and catalog.nested_layouts:
+    nested = isinstance(catalog, CopiesCatalog) and bool(catalog.nested_layouts)
+    at = setup.approximation
+    if nested and ((at is not None and at.low) or setup.config.uses_host()):
         raise UsageError(
-            "this pack's int8 experts contain int4 copies, which work with --device cpu only: give"
-            " that, or pack the model without --miss-precision"
+            "this pack's int8 experts contain int4 copies, which only a CPU joins with the rest:"
+            " leave out --miss-precision and --co-compute, or give --device cpu"
         )
     if not segments and not setup.approximates_misses:
         return
@@ -179,16 +181,21 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
     else:
         strides, most = strides * len(counts), most * len(counts)
     slot_pools: list[SlotPool]
+    nestings = catalog.nested_layouts if isinstance(catalog, CopiesCatalog) else ()
+    exact = 1 if copies is not None else len(counts)  # pools of exact experts, the first ones
+    joins = [
+        PlaneJoiner(nestings) if nestings and split is None and n < exact else None
+        for n in range(len(counts))
+    ]
+    sized = zip(counts, strides, most, joins, strict=True)
     if engines:  # on each device one pool, or on one device a pool for each size
         on = engines if len(engines) > 1 else [*engines] * len(counts)
-        slot_pools = [DeviceSlots(*each) for each in zip(on, counts, strides, most, strict=True)]
+        slot_pools = [DeviceSlots(engine, *each) for engine, each in zip(on, sized, strict=True)]
     else:
         kind = FakeSlots if setup.fake else HostSlots
-        nestings = catalog.nested_layouts if isinstance(catalog, CopiesCatalog) else ()
-        joins = PlaneJoiner(nestings) if nestings and split is None else None
         slot_pools = [
-            kind(*each, plane_joiner=None if n else joins, panel_order=panel_order.Panels())
-            for n, each in enumerate(zip(counts, strides, most, strict=True))
+            kind(*each, plane_joiner=joiner, panel_order=panel_order.Panels())
+            for *each, joiner in sized
         ]
     return (
         MultiPoolTier(slot_pools, setup.capacity, sizes, sizes_for)

@@ -43,6 +43,7 @@ class Engine:
     device = torch.device("cpu")
     name = "the host"  # for people
     node: int | None = None  # NUMA node, if known
+    makes_graphs = False  # `capture` makes one launch of several, unless it fails
 
     def empty(self, nbytes: int) -> Tensor:
         """Allocate uninitialised device memory: [nbytes] uint8.
@@ -133,6 +134,7 @@ class Cuda(Engine):
     thread prepares the next. A thread releases the GIL and sleeps until its copies are complete.
     """
 
+    makes_graphs = True
     _capture_stream: Any = None
     _first_graph: Any = None  # kept, because all graphs share its memory for temporary tensors
     _failures = 0  # graphs that could not be captured

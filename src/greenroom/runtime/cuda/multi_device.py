@@ -9,7 +9,7 @@ in the order of their ids. So the result is bit for bit that of computation on o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
+from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ class MultiDeviceKernel(Kernel):
         self._layers[id(layer)] = [
             layer,
             *(
-                LayerExperts(copy_module(layer.module, device), layer.layout, pool, layer.recipe)
+                layer.in_other_slots(copy_module(layer.module, device), pool)
                 for device, pool in zip(self._devices[1:], self._slots.pools[1:], strict=True)
             ),
         ]
@@ -118,4 +118,25 @@ def copy_module(module: nn.Module, device: torch.device) -> nn.Module:
     parameter = next(module.parameters(), None)
     if parameter is None or parameter.device == device:
         return module
-    return deepcopy(module).to(device)
+    return _copy_without_hooks(module, device)
+
+
+def _copy_without_hooks(module: nn.Module, device: torch.device) -> nn.Module:
+    """Copy a module to a device; its hooks report passes and cannot be copied."""
+    copied = copy(module)
+    attributes = vars(copied)
+    attributes.pop("forward", None)
+    attributes |= {name: type(hooks)() for name, hooks in vars(module).items() if "_hooks" in name
+                   and isinstance(hooks, dict)}  # fmt: skip
+    attributes["_parameters"] = {
+        name: None if each is None else nn.Parameter(each.detach().to(device), requires_grad=False)
+        for name, each in module._parameters.items()
+    }
+    attributes["_buffers"] = {
+        name: None if each is None else each.to(device) for name, each in module._buffers.items()
+    }
+    attributes["_modules"] = {
+        name: None if each is None else _copy_without_hooks(each, device)
+        for name, each in module._modules.items()
+    }
+    return copied

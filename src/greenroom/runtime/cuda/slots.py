@@ -24,6 +24,7 @@ from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine, Mark
 from greenroom.runtime.slots import block_fields
 from greenroom.runtime.slots.forms import arrange, as_integers
+from greenroom.runtime.slots.nested_planes import PlaneJoiner, join_on_device
 from greenroom.runtime.slots.tier import SlotPool, overlap
 
 SEGMENT_BYTES = 256 << 20
@@ -35,15 +36,24 @@ class DeviceSlots(SlotPool):
     `stride` is a multiple of 64. Slots need not be consecutive in memory.
     """
 
-    def __init__(self, engine: Engine, capacity: int, stride: int, reserve: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        capacity: int,
+        stride: int,
+        reserve: int,
+        plane_joiner: PlaneJoiner | None = None,
+    ) -> None:
         """Allocate `capacity` slots in device memory.
 
-        `reserve` is the largest number of slots that `trim` accepts. Raises DeviceError if the
-        device has not enough memory.
+        reserve: the largest number of slots that `trim` accepts
+        plane_joiner: finds when the planes of nested experts must be joined
+
+        Raises DeviceError if the device has not enough memory.
         """
         assert stride % ALIGNMENT == 0
         self.engine, self.stride, self.reserve = engine, stride, max(capacity, reserve)
-        self.capacity = 0
+        self.capacity, self._plane_joiner = 0, plane_joiner
         self._segments: list[Tensor] = []
         self._first_slots: list[int] = []  # the first slot of each segment
         self._marks: dict[int, Mark] = {}  # behind the last group that reads each slot
@@ -106,6 +116,15 @@ class DeviceSlots(SlotPool):
                     self._rearrange(source[copy.source :], target[copy.target :], copy)
                 elif ranges:
                     target[ranges[1]].copy_(source[ranges[0]], non_blocking=True)
+        if self._plane_joiner is None:
+            return
+        if planes := self._plane_joiner.count_bytes(slot, copies, data.size):
+            with self.engine.copying(None):
+                join_on_device(target, planes)
+
+    def clear(self, slot: int) -> None:
+        if self._plane_joiner is not None:
+            self._plane_joiner.clear(slot)
 
     def _separate(
         self,

@@ -31,6 +31,10 @@ MakeLaunches = Callable[[Tensor], Any]
 _active = threading.local()
 
 
+class NoGraph(Exception):
+    """A token's pass cannot be a graph."""
+
+
 def active_graph() -> TokenGraph | None:
     """Return the graph whose pass the calling thread computes or captures now, or None."""
     graph: TokenGraph | None = getattr(_active, "graph", None)
@@ -146,9 +150,16 @@ class TokenGraph:
         """Launch the pass as a graph, captured from `decode` at the first call.
 
         `compute` was called before, so that all kernels are compiled. Returns a copy of the result.
+        Raises NoGraph if the pass cannot be captured.
         """
         if self._replay is None:
-            self._replay = self._engine.capture(lambda: self._run(decode))
+
+            def run() -> None:
+                self._run(decode)
+
+            self._replay = self._engine.capture(run)
+            if self._replay is run and self._engine.makes_graphs:
+                raise NoGraph("the pass could not be captured")
         with self._in_order():
             self._look_up_by(self._replay)
             return self._hidden.clone()
@@ -182,13 +193,13 @@ class TokenGraph:
         finally:
             _active.graph = None
 
-    def read_reports(self, stream: Any) -> NDArray[np.int64]:
+    def read_reports(self) -> NDArray[np.int64]:
         """Wait for the reports of the last pass: [MoE layers, top_k], in the order of launches.
 
         Each is twice the expert's number, plus 1 if the expert was in a slot. Raises DeviceError
         if the device has done all work without a report.
         """
-        looks, number = 0, self._number << 32
+        looks, number, stream = 0, self._number << 32, self._engine.current_stream()
         while (report := self._report - number).min() < 0:  # reports of passes before are less
             looks += 1
             idle = looks % PATIENCE == 0 and self._engine.is_idle(stream)

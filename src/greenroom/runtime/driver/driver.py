@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -21,7 +21,6 @@ from greenroom.core.events import (
     Finish,
     Landed,
     Move,
-    Predicted,
     Resized,
     Routed,
     StartChunk,
@@ -35,10 +34,11 @@ from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.driver.action_queue import ActionQueue
 from greenroom.runtime.driver.copier import Copier, Failure, Store, read_error
-from greenroom.runtime.driver.deferred_step import DeferredStep
+from greenroom.runtime.driver.deferred_steps import ComputedStep, DeferredSteps
 from greenroom.runtime.driver.fair_lock import FairLock
 from greenroom.runtime.driver.host_worker import HostWorker, Job
 from greenroom.runtime.driver.meter import Meter, stall_cause
+from greenroom.runtime.driver.passes import Passes
 from greenroom.runtime.driver.predictions import Predictions
 from greenroom.runtime.driver.slot_changes import SlotChanges
 from greenroom.runtime.driver.timeline import Timeline
@@ -72,7 +72,8 @@ class Driver:
     ) -> None:
         self.scheduler, self.slots, lanes = scheduler, slots, scheduler.view.lanes
         self.pieces = pieces = scheduler.view.pieces
-        self.changes, self.deferred = SlotChanges(slots, pieces, slot_table), DeferredStep()
+        self.changes = SlotChanges(slots, pieces, slot_table)
+        self.deferred = DeferredSteps(self._serve_together)
         self.meter = Meter.for_lanes(lanes, pieces.layers)
         self.request_counts = np.zeros(pieces.experts, np.int64)  # requests of each expert
         self.miss_counts = np.zeros(pieces.layers, np.int64)  # misses of each layer
@@ -85,8 +86,7 @@ class Driver:
         self._step_lock = FairLock()
         self._error: Failure | None = None  # of the current step
         self._overlapped_work: Callable[[], object] | None = None
-        self._pass, self._layer, self._request, self.prefill = -1, pieces.layers, 0, False
-        self._pass_start: tuple[float, float, int] | None = None  # time, stall_s, tokens
+        self.passes = Passes(self.meter, pieces.layers)
         self._chunk_starts: dict[tuple[int, int], float] = {}  # time by (link, lane)
         self._host: HostWorker | None = None
         with contextlib.ExitStack() as opened:  # a refused thread ends those before it
@@ -108,10 +108,9 @@ class Driver:
         """Begin a forward pass of the model: start its clock and predict its experts."""
         self.deferred.settle()
         with self._lock:
-            self._request, self.prefill = at.request, at.prefill
-            self._pass_start = time.perf_counter(), self.meter.stall_s, at.tokens
+            self.passes.begin(at)
             self.scheduler.idle.end()
-        self.predictions.begin(at, self._pass + 1)
+        self.predictions.begin(at, self.passes.number + 1)
 
     @property
     def all_have_slots(self) -> bool:
@@ -121,24 +120,13 @@ class Driver:
     def end_pass(self) -> None:
         """End the current forward pass, also an abandoned one; do nothing without a pass."""
         self.deferred.settle()
-        if self._pass_start is None:
+        if (ended := self.passes.end()) is None:
             return
-        begin, stalls, tokens = self._pass_start
-        self._pass_start, now = None, time.perf_counter()
-        seconds, waited = now - begin, self.meter.stall_s - stalls
-        if not self.prefill:
-            self.meter.add_decode(seconds, waited)
+        begin, end, waited, tokens = ended
+        prefill = self.passes.prefill
         if (timeline := self.timeline) is not None:
-            timeline.add_span("passes", "prompt" if self.prefill else "token", begin, now)
-        self.predictions.end(self.prefill, seconds, waited, tokens)
-
-    def announce_routing(self, layer: int, experts: np.ndarray) -> None:
-        """Start to fetch experts that a router has chosen, before their layer runs.
-
-        `experts` are ids within the layer, ascending. Prefetches must be able to borrow slots."""
-        if not self._actions.closed:
-            self.predictions.announced(layer)
-            self._handle(Predicted(layer, experts + self.pieces.offsets[layer], certain=True))
+            timeline.add_span("passes", "prompt" if prefill else "token", begin, end)
+        self.predictions.end(prefill, end - begin, waited, tokens)
 
     def interrupt(self) -> None:
         """Make the current pass's MoE layers raise Interrupted, until `resume`; no reads begin."""
@@ -160,6 +148,7 @@ class Driver:
         observe_routing: Callable[[bool], LayerRouting] | None = None,
         overlapped_work: Callable[[], object] | None = None,
         prepare_host_job: PrepareHostJob | None = None,
+        computed: Collection[int] = (),
     ) -> None:
         """Fetch and compute the experts that one MoE layer's tokens chose.
 
@@ -172,6 +161,7 @@ class Driver:
             whether to include the router's inputs
         overlapped_work: called at most once, when the step would otherwise wait
         prepare_host_job: makes a job from (experts, slots) for the host processor's thread
+        computed: experts that were computed already, from their slots
 
         Raises StoreError if an expert cannot be read, DeviceError if the device fails. The cache
         stays usable afterwards, also after an exception in `compute`."""
@@ -180,25 +170,27 @@ class Driver:
             return
         with self._step_lock:
             self._begin_exclusive(interruptible=True)
-            self._note_layers(layer, layer)
-            pieces = experts + self.pieces.offsets[layer]
-            self.request_counts[pieces] += 1
-            path = self.scheduler.all_resident_path
-            slots = None if path is None else path.step(pieces)
+            passes, first = self.passes, self.pieces.offsets[layer]
+            passes.note_layers(layer, layer)
+            pieces = experts + first
+            self.resident.count(pieces)
+            event = Routed(
+                passes.number, layer, pieces, passes.request, rows, weights, passes.prefill,
+                tail_weights, prepare_host_job is None, frozenset(first + e for e in computed),
+            )  # fmt: skip
+            with self._lock:
+                predicts, residents = self.predictions.enabled, self.scheduler.resident_steps
+                slots = None if predicts else residents.serve(event)
             if slots is not None:
                 begin = time.perf_counter()
                 compute(experts, slots)
-                if (timeline := self.timeline) is not None:
-                    timeline.add_group(layer, ComputeGroup(pieces, slots), begin)
+                self._computed(ComputeGroup(pieces, slots), begin)
                 return
             self._overlapped_work, self._error = overlapped_work, None
             misses = self.scheduler.view.misses
-            self.predictions.reached(self._pass, layer)
+            self.predictions.reached(passes.number, layer)
             try:
-                self._handle(Routed(
-                    self._pass, layer, pieces, self._request, rows, weights, self.prefill,
-                    tail_weights, device_only=prepare_host_job is None,
-                ))  # fmt: skip
+                self._handle(event)
                 self.miss_counts[layer] += self.scheduler.view.misses - misses
                 self.predictions.routed(layer, observe_routing)
                 action = self._compute(layer, compute, prepare_host_job)
@@ -227,18 +219,22 @@ class Driver:
                 continue
             begin = time.perf_counter()
             compute(action.experts - first, action.slots, *((action.part,) if has_parts else ()))
-            if not self.prefill:
-                self.meter.computed_s += time.perf_counter() - begin
-            if (timeline := self.timeline) is not None:
-                timeline.add_group(layer, action, begin)
+            self._computed(action, begin)
             self._handle(Computed(action.device))
         return action
+
+    def _computed(self, group: ComputeGroup, begin: float) -> None:
+        """Record a group of the current layer, whose computation began at `begin`."""
+        if not self.passes.prefill:
+            self.meter.computed_s += time.perf_counter() - begin
+        if (timeline := self.timeline) is not None:
+            timeline.add_group(self.passes.layer, group, begin)
 
     def _start_host_job(self, action: ComputeGroup, prepare: PrepareHostJob | None) -> None:
         """Have the host processor compute an expert group, while this thread goes on."""
         assert self._host is not None
         assert prepare is not None
-        layer, begin = self._layer, time.perf_counter()
+        layer, begin = self.passes.layer, time.perf_counter()
         first = self.pieces.offsets[layer]
 
         def done(error: BaseException | None) -> None:
@@ -262,13 +258,23 @@ class Driver:
         `find` (see `ResidentTables`) computes layers up to the first one with an expert that is not
         resident; the caller calls `step` for that one. Returns the number of layers computed; None,
         without a call of `find`, if the scheduler must decide or a timeline is recorded."""
+        return self._bypass_events(layers, lambda: self.resident.steps(layers[0], find))
+
+    def _serve_together(self, steps: Sequence[ComputedStep]) -> bool:
+        """Serve steps of one pass together; False if the scheduler must decide."""
+        chosen = [(step.layer, step.experts()) for step in steps]
+        layers = [layer for layer, _ in chosen]
+        return self._bypass_events(layers, lambda: self.resident.serve(chosen)) is not None
+
+    def _bypass_events(self, layers: Sequence[int], serve: Callable[[], int | None]) -> int | None:
+        """Serve consecutive steps without events; return how many were served."""
         if self.timeline is not None:
             return None
         with self._step_lock:
             self._begin_exclusive(interruptible=True)
-            done = self.resident.steps(layers[0], find)
+            done = serve()
             if done:
-                self._note_layers(layers[0], layers[done - 1])
+                self.passes.note_layers(layers[0], layers[done - 1])
             return done
 
     def send(self, event: Event) -> None:
@@ -296,12 +302,6 @@ class Driver:
         least, most = self.capacity_range
         self.capacity_range = min(least, capacity), max(most, capacity)
         self.predictions.resized()
-
-    def _note_layers(self, first: int, last: int) -> None:
-        """Count forward passes: a layer that is not after the previous one begins a pass."""
-        self._pass += first <= self._layer
-        self._layer = last
-        self.meter.passes = self._pass + 1
 
     def _begin_exclusive(self, interruptible: bool = False) -> None:
         """Begin a step or a resize, after abandoning a step that an exception left unfinished."""
@@ -351,9 +351,9 @@ class Driver:
                 begin, cause = time.perf_counter(), stall_cause(self.scheduler.step)
                 self._actions.wait_for_action()
                 end = time.perf_counter()
-                self.meter.add_stall(self._layer, cause, end - begin)
+                self.meter.add_stall(self.passes.layer, cause, end - begin)
                 if (timeline := self.timeline) is not None:
-                    timeline.add_stall(self._layer, cause, begin, end)
+                    timeline.add_stall(self.passes.layer, cause, begin, end)
             return self._actions.popleft()
 
     def _on_delivery(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:

@@ -60,8 +60,8 @@ class Meter:
     decodes: complete passes that do not read a prompt
     decode_s: seconds of all decode passes
     waited_s: seconds in which decode passes waited for experts
-    computed_s: seconds in which decode passes computed expert groups; layers that bypass the
-        scheduler, because all their experts are resident, are not counted
+    computed_s: seconds in which decode passes computed expert groups; layers that are computed
+        together, because every expert of the model has a slot, are not counted
     """
 
     links: list[LinkMeter]

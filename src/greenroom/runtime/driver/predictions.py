@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from greenroom.core.events import Predicted
+from greenroom.core.pieces import Ints
 from greenroom.core.predictor import LayerRouting, PassStart
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
@@ -94,10 +95,16 @@ class Predictions:
         """Record that a layer's router has chosen, in the pass `number`."""
         self._routed = number * self._layers + layer
 
-    def announced(self, layer: int) -> None:
-        """Record that a later layer's router has chosen, before the layer's step begins."""
+    def announce_routing(self, layer: int, pieces: Ints) -> None:
+        """Start to fetch experts that a router has chosen, before their layer runs.
+
+        `pieces` are their ids in the model, ascending. Prefetches must be able to borrow slots.
+        """
+        if self._actions.closed:
+            return
         if self._layers:
             self._routed += (layer - self._routed - 1) % self._layers + 1
+        self._send(Predicted(layer, pieces, certain=True))
 
     def routed(self, layer: int, observe_routing: Callable[[bool], LayerRouting] | None) -> None:
         """Tell the expert predictor which experts a layer's router chose.

@@ -64,6 +64,13 @@ class LayerExperts:
         """The experts as they lie in one slot each: these, or the first of their segments."""
         return self
 
+    def in_other_slots(self, module: nn.Module, slots: Slots) -> LayerExperts:
+        """Return the same experts in other slots, such as those of another device.
+
+        `module` is a copy of the experts module, with its resident parameters on that device.
+        """
+        return LayerExperts(module, self.layout, slots, self.recipe, numbers=self._numbers)
+
     @cached_property
     def fallback_reason(self) -> str:
         """Return why the CPU kernel cannot compute an MoE layer, or "" if it can.

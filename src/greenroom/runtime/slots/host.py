@@ -17,7 +17,7 @@ from greenroom.core.layout import ITEMSIZE, Copy, TensorSpec
 from greenroom.errors import DeviceError
 from greenroom.runtime.memory.system import reserve_memory
 from greenroom.runtime.slots.forms import arrange
-from greenroom.runtime.slots.nested_planes import PlaneJoiner
+from greenroom.runtime.slots.nested_planes import PlaneJoiner, join
 from greenroom.runtime.slots.tier import SlotPool, overlap
 
 _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
@@ -98,7 +98,7 @@ class HostSlots(SlotPool):
         target = self.bytes(slot)
         _copy(target, copies, data, start, self._panel_order)
         if self._plane_joiner is not None:
-            self._plane_joiner.count_bytes(slot, target, copies, data.size)
+            join(target, self._plane_joiner.count_bytes(slot, copies, data.size))
 
     def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
         """Copy to a nested expert's slot the bytes that its int4 copy shares.

@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.layout import Copy
@@ -54,7 +56,7 @@ class NestedLayout:
 
 
 class PlaneJoiner:
-    """Joins the two 4-bit planes of a nested int8 expert after its last chunk.
+    """Finds when the two 4-bit planes of a nested int8 expert must be joined: after its last chunk.
 
     Thread-safe for different slots, and for different chunks of one slot.
     """
@@ -70,18 +72,19 @@ class PlaneJoiner:
         """Return the copies from the slot of an int4 copy to its int8 expert's slot."""
         return self._nestings[layer].from_copy
 
-    def count_bytes(self, slot: int, memory: Bytes, copies: tuple[Copy, ...], nbytes: int) -> None:
-        """Count bytes that arrived in a slot; join the nested expert's planes after the last.
+    def count_bytes(
+        self, slot: int, copies: tuple[Copy, ...], nbytes: int
+    ) -> tuple[MatrixPlanes, ...]:
+        """Count bytes that arrived in a slot; return the planes to join, after the last bytes.
 
-        `copies` are those of the extent that the bytes belong to; `memory` is the slot.
+        `copies` are those of the extent that the bytes belong to.
         """
         nesting, total = self._by_copies[copies]
         with self._lock:
             missing = self._missing[slot] = self._missing.get(slot, total) - nbytes
             if missing == 0:
                 del self._missing[slot]
-        if missing == 0:
-            join(memory, nesting.planes)
+        return nesting.planes if missing == 0 else ()
 
     def clear(self, slot: int) -> None:
         """Forget the bytes counted in a slot, before another expert is read into the slot."""
@@ -99,6 +102,17 @@ def join(slot: Bytes, planes: Sequence[MatrixPlanes]) -> None:
         _join(codes, codes[: each.nbytes // 2].copy())
         scale = slot[each.scale : each.scale + each.scales].view(np.float16)
         scale /= np.float16(STEP)  # exact: the copy's scale is this one times 16
+
+
+def join_on_device(slot: Tensor, planes: Sequence[MatrixPlanes]) -> None:
+    """Join an expert's two 4-bit planes in its slot on a device."""
+    for each in planes:
+        codes = slot[each.codes : each.codes + each.nbytes]
+        high, low = codes.clone().view(2, -1)  # the codes overwrite both
+        pairs = codes.view(-1, 2)
+        pairs[:, 0] = (high << 4) + (low & 15) - (128 + 8)
+        pairs[:, 1] = (high & 240) + (low >> 4) - (128 + 8)
+        slot[each.scale : each.scale + each.scales].view(torch.float16).div_(STEP)
 
 
 @jit

@@ -41,22 +41,44 @@ class ResidentTables:
 
     def __init__(self, scheduler: Scheduler, request_counts: Ints) -> None:
         self._scheduler, self._request_counts = scheduler, request_counts
+        self._each_count = memoryview(request_counts)  # type: ignore[arg-type]
         self._path: AllResident | None = None  # that owns the tables
         self._addresses: tuple[int, int, int, int]
         self._layers: Sequence[int] = ()  # those of `_first` and `_rank`
         self._first = self._rank = np.zeros((0, 1), np.int64)
 
+    def count(self, pieces: Ints) -> None:
+        """Count a use of each of a step's experts."""
+        # For a token's experts NumPy takes twice as long, once its code has left the caches.
+        counts = self._each_count
+        for piece in pieces.tolist():
+            counts[piece] += 1
+
+    def serve(self, steps: Sequence[tuple[int, list[int]]]) -> int | None:
+        """Record steps of different layers, (layer, its experts), if all experts are resident.
+
+        Returns the number of steps; None, and counts nothing, if the scheduler has to decide.
+        """
+        if (path := self._scheduler.resident_steps.path) is None:
+            return None
+        first = self._scheduler.view.pieces.offsets
+        pieces = np.array([first[layer] + e for layer, experts in steps for e in experts], np.int64)
+        if not path.serve(pieces, [len(experts) for _, experts in steps]):
+            return None
+        self._request_counts[pieces] += 1
+        return len(steps)
+
     @property
     def is_open(self) -> bool:
         """Tell whether steps of resident experts need no decision: each expert has a slot."""
-        return self._scheduler.all_resident_path is not None
+        return self._scheduler.resident_steps.path is not None
 
     def record_use(self, chosen: Ints, layers: Sequence[int]) -> None:
         """Record the use of experts by the next steps, within `steps`.
 
         `chosen` are ids within a layer, [steps, top_k], of these `layers`.
         """
-        path = self._scheduler.all_resident_path
+        path = self._scheduler.resident_steps.path
         assert path is not None
         if layers is not self._layers:  # arrays of a few numbers cost a microsecond each
             offsets, self._layers = self._scheduler.view.pieces.offsets, layers
@@ -76,7 +98,7 @@ class ResidentTables:
         Returns the number of layers computed; None, without a call of `find`, if the scheduler has
         to decide (see `AllResident`).
         """
-        if (path := self._scheduler.all_resident_path) is None:
+        if (path := self._scheduler.resident_steps.path) is None:
             return None
         if path is not self._path:
             self._addresses = (

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # it imports the kernels
     from greenroom.runtime.cuda.slot_table import SlotTable
 
 Work = Callable[[], None]
+EXPERT = 0x7FFFFFFF  # the bits of an expert's id in a number of the report, shifted by one
 PATIENCE = 1000  # looks at the report before the device is asked whether it still works
 
 
@@ -60,7 +61,7 @@ class TokenLaunches:
         """
         plan, self._table, self._engine = plan_of(layer), table, table.engine
         self._layer, self._first, self._number = layer, first, 0
-        device = self._device = plan.device
+        device, self._on_device = plan.device, on_device(plan.device)
         with torch.inference_mode(False):
             self._x = torch.zeros(1, layer.hidden, dtype=layer.dtype, device=device)
             self._index, self._weights = (
@@ -96,7 +97,7 @@ class TokenLaunches:
             Launch(look_up.look_up, (1, 1), arguments, {"AGAIN": again, "K": size, "num_warps": 1})
             for again in (False, True)
         )
-        self._sequences: Sequence[Work] = (self._compute, self._compute_again, self._add_up)
+        self._sequences: Sequence[Work] = (self._compute, self._compute_again)
         self._in_graphs = False
         self._counts_agree = True  # of look-ups here and on the device
 
@@ -120,7 +121,7 @@ class TokenLaunches:
 
         Nothing else uses these launches. Arguments are those of `start`.
         """
-        with self._table.lock, on_device(self._device):
+        with self._table.lock, self._on_device:
             self._x.copy_(x)
             self._index.copy_(index)
             self._weights.copy_(weights)
@@ -134,7 +135,7 @@ class TokenLaunches:
         They are behind all changes before, on the calling thread's stream; no slot changes
         meanwhile.
         """
-        with self._table.lock, on_device(self._device):
+        with self._table.lock, self._on_device:
             self._table.follow_stream()
             if self._stream != self._table.stream:
                 self._stream = self._table.stream
@@ -182,10 +183,9 @@ class TokenLaunches:
                     raise DeviceError(f"the table of slots has expert {expert} not in slot {slot}")
             self._look_up_by(self._sequences[1])
 
-    def sum(self) -> Tensor:
-        """Launch the sum over all experts, after `start_again`; return it: [1, H]."""
-        with self.in_order():
-            self._sequences[2]()
+    def result(self) -> Tensor:
+        """Return the sum over the experts that were computed, after `start_again`: [1, H]."""
+        with self._on_device:
             return self._result.clone()
 
     def _compute(self) -> None:
@@ -196,6 +196,7 @@ class TokenLaunches:
     def _compute_again(self) -> None:
         self._look_again.start(self._index)
         self._multiply()
+        self._add_up()
 
     def _multiply(self) -> None:
         self._up.start(self._x)
@@ -215,30 +216,29 @@ class TokenLaunches:
         number, looks = self._number, 0
         while True:
             report: list[int] = self._report.tolist()
-            if all(each >> 32 == number for each in report):
+            if min(report) >> 32 == number:  # the numbers of look-ups ascend
                 return report
             looks += 1
             if looks % PATIENCE == 0 and self._engine.is_idle(self._stream):
                 report = self._report.tolist()
-                if not all(each >> 32 == number for each in report):
+                if min(report) >> 32 != number:
                     raise DeviceError("the GPU failed: it has not reported a token's experts")
             time.sleep(0)  # threads that move experts need Python's lock
 
-    def unpack(self, report: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64], set[int]]:
-        """Return a token's choice [1, top_k], its experts ascending, and those computed already.
+    def choice(self, report: list[int]) -> NDArray[np.int64]:
+        """Return a token's choice [1, top_k], with ids of other processes' experts."""
+        return np.array([[each >> 1 & EXPERT for each in report]], np.int64)
 
-        Ids of other processes' experts are in the choice alone.
-        """
-        chosen = [each >> 1 & 0x7FFFFFFF for each in report]
+    def experts(self, report: list[int]) -> list[int]:
+        """Return the layer's experts that a token chose, ascending."""
         count = self._layer.num_experts
-        experts = sorted({expert for expert in chosen if expert < count})
-        computed = {expert for expert, each in zip(chosen, report, strict=True) if each & 1}
-        return np.array([chosen], np.int64), np.array(experts, np.int64), computed
+        return sorted({expert for each in report if (expert := each >> 1 & EXPERT) < count})
 
-    def is_complete(self, report: list[int]) -> bool:
-        """Tell whether a look-up has found all experts of the layer that a token chose."""
-        foreign = self._layer.num_experts << 1
-        return all(each & 1 or each & 0xFFFFFFFF >= foreign for each in report)
+    def missing(self, report: list[int]) -> set[int]:
+        """Return the layer's experts that a token chose, and that a look-up has not found."""
+        count = self._layer.num_experts
+        absent = {each >> 1 & EXPERT for each in report if not each & 1}
+        return {expert for expert in absent if expert < count} if absent else absent
 
 
 class ThreadTokenLaunches(threading.local):

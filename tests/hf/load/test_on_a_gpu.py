@@ -1,0 +1,224 @@
+"""What works on a CPU works on a GPU: on emulated ones, with the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import greenroom
+from greenroom.config import LoadConfig
+from greenroom.errors import GreenroomError
+from greenroom.hf.load.report import startup_line
+from greenroom.hf.pack.packing import pack
+from greenroom.runtime.cuda import slots
+from tests import gguf_models
+from tests.adapters import make_adapter
+from tests.emulated_gpu import emulated_gpus
+from tests.hf.conftest import one_line
+from tests.hf.memory.test_precision import with_copies
+from tests.hf.memory.test_split import packed, source
+from tests.models import cached_tiny
+
+KEEP = TemporaryDirectory(prefix="on-a-gpu-")
+ONE, TWO = "cuda", "cuda:0,cuda:1"
+TOKENS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": -1}
+FEW: dict[str, Any] = {"cache": "30%", "prefetch": "off"}
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch: pytest.MonkeyPatch, no_threads_left: None) -> Iterator[None]:
+    emulated_gpus(monkeypatch)
+    with sdpa_kernel(SDPBackend.MATH):  # the CPU's own kernel rounds otherwise
+        yield
+
+
+def tiny(**options: Any) -> Path:
+    return cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True, **options)
+
+
+def biased() -> Path:
+    return cached_tiny("gpt_oss", dtype="bfloat16", tokenizer=True)
+
+
+@cache
+def encoded(kind: str) -> Path:
+    folder = Path(KEEP.name) / kind
+    pack(str(source(inner=256)), folder, kind)
+    return folder
+
+
+@cache
+def gguf(kind: str) -> Path:
+    return gguf_models.write(Path(KEEP.name) / f"{kind}.gguf", "qwen3_moe", {"": kind})
+
+
+@cache
+def adapter() -> Path:
+    return make_adapter(tiny(), Path(KEEP.name) / "adapter", {0: [1, 3], 1: [0, 2]})
+
+
+def generated(folder: Path, device: str, **options: Any) -> tuple[list[int], Any]:
+    """Tokens after two prompts, of which the second is longer, and the statistics."""
+    options = {"kernels": "eager", **options}
+    if device == "cpu":
+        options.pop("host_memory", None)
+    model, _ = greenroom.load(str(folder), device=device, **options)
+    try:
+        assert (model.device.type == "cpu") == (device == "cpu")
+        found: list[int] = []
+        for length in (7, 30):
+            generator = torch.Generator().manual_seed(length)
+            ids = torch.randint(3, 250, (1, length), generator=generator).to(model.device)
+            found += model.generate(ids, **TOKENS)[0, length:].tolist()
+        return found, model.greenroom.stats()
+    finally:
+        model.greenroom.detach()
+
+
+ON_CPU: dict[str, list[int]] = {}
+
+
+def expected(folder: Path, options: dict[str, Any]) -> list[int]:
+    """The tokens of a CPU run; of exact runs, whatever the cache."""
+    key = f"{folder} {sorted(options.items())}"
+    if key not in ON_CPU:
+        ON_CPU[key] = generated(folder, "cpu", **options)[0]
+    return ON_CPU[key]
+
+
+EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "host tier": (tiny, {**FEW, "host_memory": "2GiB"}),
+    "memory": (tiny, {"memory": "1GiB"}),
+    "next-gate": (tiny, {"cache": "50%", "prefetch": "next-gate", "no_guard": True}),
+    "per layer": (tiny, {**FEW, "cache": "50%", "scope": "per-layer"}),
+    "policy with weights": (tiny, {**FEW, "policy": "hybrimoe", "demand_order": "hottest"}),
+    "tables on disk": (tiny, {**FEW, "disk_tables": "1KiB"}),
+    "co-compute": (tiny, {**FEW, "host_memory": "2GiB", "co_compute": "auto"}),
+    "fp8 pack": (lambda: encoded("fp8"), FEW),
+    "bf12 pack": (lambda: encoded("bf12"), {**FEW, "host_memory": "2GiB"}),
+    "nested copies": (lambda: with_copies("int8", "int4"), {**FEW, "host_memory": "2GiB"}),
+    "Q4_K": (lambda: gguf("Q4_K"), FEW),
+    "biases": (biased, {**FEW, "host_memory": "2GiB", "co_compute": "auto"}),
+    "one adapter": (tiny, {**FEW, "adapter": "ADAPTER"}),
+}
+
+
+ON_TWO = "host tier", "memory", "next-gate", "biases", "bf12 pack", "nested copies", "Q4_K"
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [*((name, ONE) for name in EXACT), *((name, TWO) for name in ON_TWO)]
+)
+def test_exact_options_have_the_tokens_of_a_cpu(name: str, device: str) -> None:
+    make, options = EXACT[name]
+    if "adapter" in options:
+        options = {**options, "adapter": str(adapter())}
+    folder = make()
+    kept = {name: options[name] for name in ("adapter",) if name in options}
+    tokens, stats = generated(folder, device, **options)
+    assert tokens == expected(folder, {"cache": "100%", **kept})
+    links = [link["link"] for link in stats.links]
+    assert len(links) == len(device.split(",")) + 1
+    assert stats.expert_requests > 0
+    if name == "next-gate":
+        assert stats.prefetch["useful"] > 0
+
+
+@pytest.mark.parametrize("device", [ONE, TWO])
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_quantised_keys_and_values_have_the_tokens_of_a_cpu(kv: str, device: str) -> None:
+    tokens, _ = generated(tiny(), device, **FEW, kv=kv)
+    assert tokens == expected(tiny(), {"cache": "100%", "kv": kv})
+
+
+INEXACT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "low-precision misses": (
+        lambda: with_copies("same", "int4"), {"miss_precision": "int4", "low_below": 0.8},
+    ),
+    "skipped misses": (tiny, {"skip_below": 0.5}),
+    "substitutes": (tiny, {"substitute_below": 0.5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("host_memory", [None, "2GiB"])
+@pytest.mark.parametrize("name", INEXACT)
+def test_inexact_misses_have_the_tokens_of_a_cpu(name: str, host_memory: str | None) -> None:
+    make, options = INEXACT[name]
+    options = {**FEW, **options}
+    more = {} if host_memory is None else {"host_memory": host_memory}
+    tokens, stats = generated(make(), ONE, **options, **more)
+    assert tokens == expected(make(), options)
+    assert stats.approximated["inexact_share"] > 0
+
+
+def test_biased_routers_have_the_tokens_of_a_cpu() -> None:
+    folder, options = tiny(num_experts_per_tok=4), {**FEW, "cache": "50%", "cache_bias": 0.5}
+    tokens, _ = generated(folder, ONE, **options)
+    assert tokens == expected(folder, options)
+    assert tokens != expected(folder, {**FEW, "cache": "50%"})
+
+
+@pytest.mark.parametrize("split", ["off", "0.5", "auto", "0.25,1"])
+def test_segments_have_the_tokens_of_a_cpu(split: str) -> None:
+    options = {**FEW, "cache": "50%", "split": split}
+    options |= {"scope": "per-layer"} if "," in split else {}
+    tokens, stats = generated(packed(), ONE, **options)
+    assert tokens == expected(source(), {"cache": "100%"})
+    assert (stats.split is not None) == (split in ("0.5", "0.25,1"))
+
+
+def test_two_gpus_refuse_what_needs_one() -> None:
+    for options, why in (
+        ({"skip_below": 0.3}, "works with one device only"),
+        ({"expert_order": "cached"}, "whole experts on one device"),
+    ):
+        with pytest.raises(GreenroomError, match=why) as error:
+            greenroom.load(str(tiny()), device=TWO, kernels="eager", **FEW, **options)
+        one_line(error)
+
+
+def test_the_start_up_line_names_co_computation() -> None:
+    options: dict[str, Any] = {"host_memory": "2GiB", "co_compute": "auto", "kernels": "eager"}
+    model, _ = greenroom.load(str(tiny()), device=ONE, **FEW, **options)
+    try:
+        line = startup_line("tiny", model, LoadConfig(device=ONE, **FEW, **options))
+        assert "misses on both processors, which may change last bits" in line
+    finally:
+        model.greenroom.detach()
+
+
+@pytest.mark.parametrize("kv", ["dynamic", pytest.param("int8", marks=pytest.mark.slow)])
+def test_keys_and_values_take_slots_and_give_them_back(
+    kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "SEGMENT_BYTES", 1)  # slots are freed one by one
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 320}
+    folder, found = tiny(max_position_embeddings=1100, **sizes), []
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 250, (1, 1024), generator=generator)
+    for device in (ONE, "cpu"):
+        model, _ = greenroom.load(
+            str(folder), "1GiB", kernels="eager", device=device, kv=kv, context=1032, prefetch="off"
+        )
+        try:
+            budget = model.greenroom.slot_budget
+            assert budget is not None
+            if device == ONE:  # a full context leaves two slots
+                model.greenroom.use_slot_budget(budget.for_slots(2))
+            model.greenroom.reset_stats()
+            before = model.greenroom.capacity
+            found.append(model.generate(ids.to(model.device), **TOKENS)[0, 1024:].tolist())
+            least = model.greenroom.stats().capacity_least
+            assert device == "cpu" or 2 <= least < before
+            model.generate(ids[:, :7].to(model.device), **TOKENS)
+            assert device == "cpu" or least < model.greenroom.capacity
+        finally:
+            model.greenroom.detach()
+    assert found[0] == found[1]
