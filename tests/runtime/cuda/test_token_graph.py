@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.cuda.token_graph import TokenGraph
+from greenroom.runtime.cuda.token_graph import NoGraph, TokenGraph
 
 LAYERS, TOP_K = 3, 2
 
@@ -53,7 +53,7 @@ class Rig:
         return x[None]
 
     def reports(self) -> list[list[int]]:
-        return self.graph.read_reports(None).tolist()
+        return self.graph.read_reports().tolist()
 
 
 def test_a_replay_is_in_order_with_changes_of_slots():
@@ -76,3 +76,12 @@ def test_a_pass_that_was_interrupted_does_not_spoil_later_ones(at):
         rig.interrupted_at = LAYERS
         rig.graph.replay(rig.decode)
         assert rig.reports() == [[1] * TOP_K] * LAYERS
+
+
+def test_a_pass_that_a_device_cannot_capture_is_no_graph(monkeypatch):
+    """Else every token would run kernel by kernel, in place of graphs of single layers."""
+    rig = Rig()
+    rig.graph.compute(rig.decode)
+    monkeypatch.setattr(Engine, "makes_graphs", True)
+    with pytest.raises(NoGraph, match="could not be captured"):
+        rig.graph.replay(rig.decode)
