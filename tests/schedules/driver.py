@@ -163,6 +163,7 @@ class Workload:
 
     def end(self) -> None:
         """Check what is left, and close the driver."""
+        self.rig.driver.predictions.drain()  # or its worker begins a prefetch after the check
         self.rig.settle()
         self.rig.check()
         self.rig.driver.close()

@@ -66,7 +66,7 @@ class ResidentSteps:
         return slots
 
     def enter_path(self) -> None:
-        """Let the path record later steps, if every expert has a slot of an LRU cache."""
+        """Let the path record later steps, if the cache is an LRU cache."""
         self.path = self._idle.all_resident = AllResident.of(self._placement, self._counts)
 
     def leave_path(self) -> None:

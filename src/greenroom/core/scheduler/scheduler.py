@@ -12,7 +12,7 @@ The scheduler owns these objects and calls them; none of them knows the schedule
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from greenroom.core.cache.buffer import BorrowedSlot
@@ -117,7 +117,10 @@ class Scheduler:
         self.resident_steps = ResidentSteps(
             self.placement, self.transfers, self.prefetcher, self.counts, needs_events
         )
-        self._handlers = {
+        self._handlers = self._handlers_by_event()
+
+    def _handlers_by_event(self) -> dict[type[Event], Callable[..., None]]:
+        return {
             Routed: self._routed,
             Predicted: self._predicted,
             Landed: self._landed,
@@ -155,7 +158,7 @@ class Scheduler:
         """Handle an event at the time `now` in seconds; return the actions in their order."""
         actions: list[Action] = []
         self._now = now
-        self._handlers[type(event)](event, actions)  # type: ignore[operator]
+        self._handlers[type(event)](event, actions)
         return actions
 
     # ---- a step begins (conditions are inlined here: calls take a large part of a step's time)

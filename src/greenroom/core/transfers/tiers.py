@@ -111,7 +111,7 @@ class CompleteHostCache:
         return CompleteHostCache(sizes, group_of)
 
     def slots(self) -> dict[int, int]:
-        """Return the slot of each piece that is there or on its way there, by ascending piece."""
+        """Return the slot of each piece that was requested, by ascending piece."""
         return {n: slot for n, slot in enumerate(self._slots) if self._present[n]}
 
     def has(self, piece: int) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class ComputedStep(NamedTuple):
-    """A step of one token that a device has computed, since all experts were in slots.
+    """A step of one token that a device has computed from slots.
 
     experts: returns the step's experts, as ids within the layer, ascending
     serve:   lets the scheduler serve the step

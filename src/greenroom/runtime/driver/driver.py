@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -157,8 +158,7 @@ class Driver:
         experts: ids within the layer, ascending, int64
         rows, weights: number of tokens that chose each expert, and the sum of their gate weights
         tail_weights: each expert's tail weight (see `core.gates`), if misses may be approximated
-        observe_routing: called to get the routing that the predictor observes; the argument says
-            whether to include the router's inputs
+        observe_routing: returns the routing for the predictor, with the router's inputs if true
         overlapped_work: called at most once, when the step would otherwise wait
         prepare_host_job: makes a job from (experts, slots) for the host processor's thread
         computed: experts that were computed already, from their slots
@@ -182,9 +182,7 @@ class Driver:
                 predicts, residents = self.predictions.enabled, self.scheduler.resident_steps
                 slots = None if predicts else residents.serve(event)
             if slots is not None:
-                begin = time.perf_counter()
-                compute(experts, slots)
-                self._computed(ComputeGroup(pieces, slots), begin)
+                self._compute_group(ComputeGroup(pieces, slots), compute, experts, slots)
                 return
             self._overlapped_work, self._error = overlapped_work, None
             misses = self.scheduler.view.misses
@@ -217,14 +215,15 @@ class Driver:
             if action.device == HOST:
                 self._start_host_job(action, prepare_host_job)
                 continue
-            begin = time.perf_counter()
-            compute(action.experts - first, action.slots, *((action.part,) if has_parts else ()))
-            self._computed(action, begin)
+            part = (action.part,) if has_parts else ()
+            self._compute_group(action, compute, action.experts - first, action.slots, *part)
             self._handle(Computed(action.device))
         return action
 
-    def _computed(self, group: ComputeGroup, begin: float) -> None:
-        """Record a group of the current layer, whose computation began at `begin`."""
+    def _compute_group(self, group: ComputeGroup, compute: ComputeExperts, *arguments: Any) -> None:
+        """Compute a group of the current layer, and record its time."""
+        begin = time.perf_counter()
+        compute(*arguments)
         if not self.passes.prefill:
             self.meter.computed_s += time.perf_counter() - begin
         if (timeline := self.timeline) is not None:
