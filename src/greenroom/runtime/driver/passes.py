@@ -53,7 +53,7 @@ class Passes:
         return PassTimes(begin, now, waited, tokens)
 
     def note_layers(self, first: int, last: int) -> None:
-        """Record that the steps of layers of one pass begin, from a first to a last one."""
+        """Record the steps of a pass's layers, from a first to a last one."""
         self.number += first <= self.layer
         self.layer = last
         self._meter.passes = self.number + 1
