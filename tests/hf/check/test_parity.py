@@ -95,14 +95,24 @@ def test_cache_counts_equal_those_of_the_simulator():
     steps: list[TraceStep] = []
     with streamed(cached_tiny("qwen3_moe"), capacity=5, kernels="eager") as model:
         driver = model.greenroom.driver
-        tell = driver._handle
+        tell, residents = driver._handle, driver.scheduler.resident_steps
+        serve = residents.serve
+
+        def note(event):
+            steps.append(TraceStep(event.step, event.layer, event.experts.copy()))
 
         def recorded(event):
             if isinstance(event, Routed):
-                steps.append(TraceStep(event.step, event.layer, event.experts.copy()))
+                note(event)
             tell(event)
 
-        driver._handle = recorded
+        def served(event):
+            slots = serve(event)
+            if slots is not None:
+                note(event)
+            return slots
+
+        driver._handle, residents.serve = recorded, served
         model.generate(ids(1, 7), max_new_tokens=12, do_sample=False)
         stats, pieces = model.greenroom.stats(), driver.scheduler.pieces
     result = simulate(steps, pieces, 5, policy("lru"))
