@@ -99,7 +99,7 @@ def test_answers_on_a_gpu_have_drafts(monkeypatch: Any, no_threads_left: None) -
         made = DraftedLoop(model)
         assert made.description == "speculation by lookup, which may change last bits"
         made.speculation.guard.passed = lambda *args: None  # type: ignore[method-assign]
-        sampling = SamplingConfig(max_new_tokens=60, temperature=0)
+        sampling = SamplingConfig(max_new_tokens=30, temperature=0)
         plain = answer(model, tokenizer, PROMPT, sampling, context=256)
         drafted = answer(model, tokenizer, PROMPT, sampling, context=256, loop=made)
         assert drafted.token_ids == plain.token_ids
