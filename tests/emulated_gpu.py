@@ -164,6 +164,9 @@ class EmulatedGpu(Engine):
         weakref.finalize(made, self._use, -nbytes)
         return made
 
+    def free(self, memory: torch.Tensor) -> None:
+        """Leave it to the collector: the memory is that of a tensor on the host."""
+
     def _use(self, nbytes: int) -> None:
         self.used += nbytes
 

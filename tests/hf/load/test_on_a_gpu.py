@@ -188,8 +188,9 @@ def test_keys_and_values_take_slots_and_give_them_back(
     ids = torch.randint(3, 250, (1, 1024), generator=generator)
     for device in (ONE, "cpu"):
         model, _ = greenroom.load(
-            str(folder), "1GiB", kernels="eager", device=device, kv=kv, context=1032, prefetch="off"
-        )
+            str(folder), "1GiB", kernels="eager", device=device, kv=kv, context=1032,
+            prefetch="off", prompt_block=512,
+        )  # fmt: skip
         try:
             budget = model.greenroom.slot_budget
             assert budget is not None

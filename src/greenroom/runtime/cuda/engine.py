@@ -52,6 +52,10 @@ class Engine:
         """
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def free(self, memory: Tensor) -> None:
+        """Free what `empty` allocated, of which kernels' constant arguments may have views."""
+        memory.untyped_storage().resize_(0)
+
     def memory(self) -> tuple[int, int]:
         """Return the device's (free, total) memory in bytes, which all processes share.
 

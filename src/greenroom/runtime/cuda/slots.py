@@ -201,7 +201,7 @@ class DeviceSlots(SlotPool):
             dropped = self._segments.pop()
             for slot in [s for s in self._marks if s >= self._end]:
                 self.engine.wait(self._marks.pop(slot))  # a launched group may still read it
-            _free(dropped)
+            self.engine.free(dropped)
         if self._end < capacity:
             self._grow(capacity)
         self.capacity = capacity
@@ -249,17 +249,12 @@ class DeviceSlots(SlotPool):
         with contextlib.suppress(DeviceError):  # of a device that is lost
             self.engine.wait(self._last_mark)
         for segment in self._segments:
-            _free(segment)
+            self.engine.free(segment)
         self._segments.clear()
         self._first_slots.clear()
         self._marks.clear()
         self._scratch.clear()
         self.capacity = 0
-
-
-def _free(segment: Tensor) -> None:
-    """Free the memory of slots, of which kernels' constant arguments may have views."""
-    segment.untyped_storage().resize_(0)
 
 
 def _span(shape: tuple[int, int], strides: tuple[int, int], itemsize: int) -> int:
