@@ -107,7 +107,8 @@ class TokenLaunches:
         x [1, H], index and weights [1, top_k]; the result [1, H] is complete if all experts are in
         slots.
         """
-        with self.in_order():
+        with self._table.lock, self._on_device:  # a context of Python's costs 10 microseconds
+            self._follow_stream()
             if self._number and not self._in_graphs:
                 self._capture()
             self._x.copy_(x)
@@ -136,11 +137,15 @@ class TokenLaunches:
         meanwhile.
         """
         with self._table.lock, self._on_device:
-            self._table.follow_stream()
-            if self._stream != self._table.stream:
-                self._stream = self._table.stream
-                self._hold_report()
+            self._follow_stream()
             yield
+
+    def _follow_stream(self) -> None:
+        """Put changes of slots on the calling thread's stream; the table's lock is held."""
+        self._table.follow_stream()
+        if self._stream != self._table.stream:
+            self._stream = self._table.stream
+            self._hold_report()
 
     def set_count(self, number: int) -> None:
         """Set the device's count of look-ups."""
@@ -177,7 +182,8 @@ class TokenLaunches:
 
         `experts` are some of them, in `slots`; raises DeviceError if the table does not say so.
         """
-        with self.in_order():
+        with self._table.lock, self._on_device:
+            self._follow_stream()
             for expert, slot in zip(experts, slots, strict=True):
                 if self._table.slot_of(self._first + expert) != slot:
                     raise DeviceError(f"the table of slots has expert {expert} not in slot {slot}")
