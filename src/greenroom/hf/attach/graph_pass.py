@@ -88,7 +88,8 @@ class GraphPass:
         self._decoder, self._bindings, self._engine = decoder, bindings, engine
         self._top_k, self._room = top_k, room
         config: Any = decoder.config
-        self._driver, self._settings = bindings[0].driver, (config, dict(vars(config)))
+        self._driver = bindings[0].driver
+        self._settings: tuple[Any, dict[str, Any]] = config, dict(vars(config))
         self._layers: int = config.num_hidden_layers
         self._original: Callable[..., Any] = decoder.forward
         self._threads, self._refused = _Graphs(), False
@@ -119,12 +120,13 @@ class GraphPass:
 
     def compile(self) -> None:
         """Compile the attention of single tokens now, by a trial computation."""
-        config: Any = self._settings[0]
-        heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+        config, dtype = self._settings[0], self._bindings[0].experts.dtype
+        if not (heads := getattr(config, "num_attention_heads", 0)):
+            return
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         query, keys = (
-            torch.zeros(1, count, 1, width, dtype=config.dtype, device=self._engine.device)
-            for count in (heads, groups or heads)
+            torch.zeros(1, count, 1, width, dtype=dtype, device=self._engine.device)
+            for count in (heads, getattr(config, "num_key_value_heads", None) or heads)
         )
         if is_supported(query, keys, keys):
             attend_to_all(query, keys, keys, 1.0)
