@@ -242,7 +242,7 @@ class GraphPass:
         def find(tables: SlotTables) -> Sequence[int]:
             results.append(graph.replay(lambda: self._decode(graph)))
             reports = graph.read_reports()
-            if not graph.mask_is_full or not (reports & 1).all():
+            if not graph.mask_is_full or not np.bitwise_and.reduce(reports, axis=None) & 1:
                 return ()
             self._record(reports >> 1, graph.moe_layers)
             return [reports.shape[1]] * len(reports)

@@ -69,10 +69,9 @@ class TokenGraph:
         """
         self._engine, self.room, self.cache, device = engine, room, cache, hidden.device
         with torch.inference_mode(False):
-            self.ids, self.positions = (
-                torch.zeros(1, 1, dtype=torch.int64, device=device) for _ in range(2)
-            )
-            self.before = torch.zeros(1, dtype=torch.int64, device=device)
+            self.ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+            self._numbers = torch.zeros(2, dtype=torch.int64, device=device)
+            self.before, self.positions = self._numbers[:1], self._numbers[1:].view(1, 1)
             self.fields = torch.zeros(layers, 4, dtype=torch.int64, device=device)
             self._hidden = torch.zeros_like(hidden)
             self._reports = engine.host_numbers(moe_layers * top_k)
@@ -112,10 +111,8 @@ class TokenGraph:
                 (keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in buffers
             ]
         self.ids.copy_(ids)
-        self.before.fill_(before)
-        if positions is None:
-            self.positions.fill_(before)
-        else:
+        self._numbers.fill_(before)
+        if positions is not None:
             self.positions.copy_(positions)
         self._has_mask = mask is not None
         if mask is not None:  # there before the pass reports, so nothing waits for it
