@@ -22,6 +22,7 @@ from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.policies import choose
 from greenroom.runtime import forward
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.token_graph import TokenGraph
 from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
 from greenroom.trace import Trace
 
@@ -117,10 +118,12 @@ def clocked(greenroom: Greenroom) -> Iterator[dict[str, float]]:
 
         clock(forward, "to_host", "ids")
         clock(TokenLaunches, "read_report", "ids")
+        clock(TokenGraph, "read_reports", "ids")
+        clock(TokenGraph, "replay", "launches")
         for name in ("begin", "compute_group", "combine"):
             setattr(greenroom.kernel, name, timed("launches", getattr(greenroom.kernel, name)))
             undo.callback(delattr, greenroom.kernel, name)
-        for name in ("start", "start_again", "sum"):
+        for name in ("start", "start_again", "result"):
             clock(TokenLaunches, name, "launches")
         yield spent
 
