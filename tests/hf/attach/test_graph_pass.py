@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 pytest.importorskip("triton")
 
@@ -171,6 +172,25 @@ def test_a_call_that_asks_for_more_is_no_graph(options, monkeypatch):
         model(ids(1, 1), past_key_values=cache, **{"use_cache": True, **options})
         assert not replays
         replayed(model, cache, replays)
+
+
+def test_hooks_of_a_user_are_called(monkeypatch):
+    """Also those that came after the graph; without them, tokens are graphs again."""
+    with placed_lru("qwen3_moe", monkeypatch, 1000) as model, torch.inference_mode():
+        cache, replays, calls = prompt(model), counted(monkeypatch), list[int]()
+        replayed(model, cache, replays)
+        gate = model.get_submodule("model.layers.0.mlp.gate")
+        registers = gate.register_forward_hook, gate.register_forward_pre_hook
+        for register in (*registers, register_module_forward_pre_hook):
+            replays.clear()
+            hook = register(lambda module, *_: calls.append(1) if module is gate else None)
+            tokens_of(model, cache, 3)
+            assert len(calls) == 3
+            assert not replays
+            calls.clear()
+            hook.remove()
+            replayed(model, cache, replays)
+        assert not calls
 
 
 def test_padding_is_seen_after_the_launch(monkeypatch):

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers.utils import output_capturing
 
 from greenroom.hf.attach.token_attention import (
     SDPA,
@@ -31,6 +33,7 @@ from greenroom.hf.kv.single_token import count_token, token_buffers
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.token_graph import Buffers, NoGraph, TokenGraph
 from greenroom.runtime.forward import BINDING, Binding
+from greenroom.runtime.kernels.dense.module_check import GLOBAL_HOOKS
 from greenroom.runtime.kernels.resident.decode_pass import ARGUMENTS, kind_of, sees_all_tokens
 from greenroom.runtime.kernels.triton.token_attention import attend_to_all, is_supported
 from greenroom.runtime.slots.resident_tables import SlotTables
@@ -93,6 +96,7 @@ class GraphPass:
         self._layers: int = config.num_hidden_layers
         self._original: Callable[..., Any] = decoder.forward
         self._threads, self._refused = _Graphs(), False
+        self._last_hook, self._hooked = -1, False  # the number of the last hook when they were seen
         replace_attention(decoder)  # also without graphs: bits do not depend on a run's options
         if exact and all(binding.token_launches is not None for binding in bindings):
             decoder.forward = self.forward
@@ -171,6 +175,7 @@ class GraphPass:
             or driver.predictions.enabled
             or not driver.resident.is_open
             or vars(self._settings[0]) != self._settings[1]
+            or self._has_hooks()
         ):
             return None
         for name, value in kwargs.items():
@@ -187,6 +192,21 @@ class GraphPass:
         if before + 1 > self._room or (positions is not None and positions.shape != (1, 1)):
             return None
         return _Token(ids, positions, mask, layers, buffers, cache)
+
+    def _has_hooks(self) -> bool:
+        """Check whether a submodule of the decoder has a hook, which a graph would not call.
+
+        Those of transformers stay after a call that asked for more outputs, and do nothing.
+        """
+        if self._hooked or RemovableHandle.next_id != self._last_hook:  # torch numbers all hooks
+            self._last_hook = RemovableHandle.next_id
+            modules = list(self._decoder.modules())[1:]
+            hooks = [hook for each in modules for hook in each._forward_hooks.values()]
+            hooks += [hook for each in modules for hook in each._forward_pre_hooks.values()]
+            hooks += [hook for each in GLOBAL_HOOKS for hook in each.values()]
+            owner = output_capturing.__name__
+            self._hooked = any(getattr(hook, "__module__", "") != owner for hook in hooks)
+        return self._hooked
 
     def _compare(self, token: _Token, kwargs: dict[str, Any]) -> Any:
         """Compute a token by the decoder's own forward, and compare a graph's pass with it."""
