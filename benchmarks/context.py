@@ -29,7 +29,6 @@ from papers.common import COLOURS, figure, save, table
 import greenroom
 from greenroom.config import Amount, show_bytes
 from greenroom.hf.kv import cache as kv
-from greenroom.hf.memory.budget import PREFILL_BLOCK
 from greenroom.runtime.memory.system import peak_rss_bytes, rss_bytes
 
 HEADER = (
@@ -54,7 +53,7 @@ def measure(model: Any, context: int, tokens: int) -> dict[str, Any]:
     """Measure a prompt that fills the context but `tokens`, and that many decoded tokens."""
     cache = None
     start = time.perf_counter()
-    for block in ids(model, context - tokens).split(PREFILL_BLOCK, 1):
+    for block in ids(model, context - tokens).split(model.greenroom.setup.prompt_block, 1):
         out = model(block, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values
     return decode(model, cache, context, tokens, time.perf_counter() - start)

@@ -35,7 +35,6 @@ from context import decode, ids, measure
 from greenroom.config import show_bytes
 from greenroom.hf.kv.cache import truncate
 from greenroom.hf.kv.kinds import CacheKind
-from greenroom.hf.memory.budget import PREFILL_BLOCK
 
 COLUMNS = (
     "context", "kind", "KV cache", "slots", "MB read a token", "TPOT ms", "dynamic / it",
@@ -110,7 +109,7 @@ def within_a_budget(kinds: list[str], args: argparse.Namespace) -> dict[str, lis
 def read_prompt(model: Any, cache: Any, tokens: int) -> float:
     """Compute a prompt with an empty cache; return the seconds."""
     begin = time.perf_counter()
-    for block in ids(model, tokens).split(PREFILL_BLOCK, 1):
+    for block in ids(model, tokens).split(model.greenroom.setup.prompt_block, 1):
         model(block, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return time.perf_counter() - begin
 
