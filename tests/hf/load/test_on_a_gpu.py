@@ -24,6 +24,7 @@ from tests.hf.conftest import one_line
 from tests.hf.memory.test_precision import with_copies
 from tests.hf.memory.test_split import packed, source
 from tests.models import cached_tiny
+from tests.options import needs_option
 
 KEEP = TemporaryDirectory(prefix="on-a-gpu-")
 ONE, TWO = "cuda", "cuda:0,cuda:1"
@@ -157,6 +158,7 @@ def test_segments_have_the_tokens_of_a_cpu(split: str) -> None:
     assert stats.split is not None
 
 
+@needs_option("expert_order")
 def test_two_gpus_refuse_what_needs_one() -> None:
     for options, why in (
         ({"skip_below": 0.3}, "works with one device only"),
@@ -167,6 +169,7 @@ def test_two_gpus_refuse_what_needs_one() -> None:
         one_line(error)
 
 
+@needs_option("co_compute")
 def test_the_start_up_line_names_co_computation() -> None:
     options: dict[str, Any] = {"host_memory": "2GiB", "co_compute": "auto", "kernels": "eager"}
     model, _ = greenroom.load(str(tiny()), device=ONE, **FEW, **options)
