@@ -17,6 +17,15 @@ from tests.server.engine.conftest import MIXED
 from tests.server.rig import PATIENCE, Served, draw, greedy
 
 
+def test_a_prompt_alone_is_computed_in_blocks(served: Any) -> None:
+    """Also beside answers, a prompt's chunk has at most a block's tokens."""
+    s = served(journal=Journal(), prefill_chunk=64, setup_options={"prompt_block": 24})
+    s.ask(draw(60, 1), 2).end()
+    passes = [each.shares[0][2] for each in s.engine.journal.events if isinstance(each, Pass)]
+    assert passes[:3] == [24, 24, 12]
+    assert s.engine.config.prefill_chunk == 24
+
+
 def test_batched_answers_equal_those_of_transformers(served: Any, model: Any) -> None:
     s = served(prefill_chunk=16, max_batch=4)
     requests = [(draw(prompt, seed), new) for seed, (prompt, new) in enumerate(MIXED)]

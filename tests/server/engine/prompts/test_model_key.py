@@ -47,11 +47,12 @@ def test_the_key_is_that_of_the_bits(folder: Path, threads: None) -> None:
         key_of(folder, kernels="eager"),
         key_of(folder, dtype="bfloat16"),
         key_of(folder, {"prefill_chunk": 64}),
+        key_of(folder, prompt_block=256),
         key_of(folder, {"batch_invariant": True}),
     ]
     torch.set_num_threads(2)
     others.append(key_of(folder))
-    assert len({key, *others}) == 6
+    assert len({key, *others}) == 7
 
 
 def test_weights_of_the_same_size_and_time_have_other_keys(folder: Path) -> None:

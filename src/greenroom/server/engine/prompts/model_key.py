@@ -51,6 +51,7 @@ def model_key(model: Any, config: ServeConfig, tokens: int) -> str:
         "co_compute": setup.config.uses_host(),
         "batch_invariant": config.batch_invariant,
         "prefill_chunk": config.prefill_chunk,
+        "prompt_block": setup.prompt_block,
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
