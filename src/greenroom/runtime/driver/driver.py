@@ -35,8 +35,7 @@ from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver.action_queue import ActionQueue
 from greenroom.runtime.driver.copier import Copier, Failure, Store, read_error
-from greenroom.runtime.driver.deferred_steps import DeferredSteps
-from greenroom.runtime.driver.device_steps import DeviceSteps
+from greenroom.runtime.driver.device_steps import DeferredSteps, DeviceSteps
 from greenroom.runtime.driver.fair_lock import FairLock
 from greenroom.runtime.driver.host_loads import HostLoads
 from greenroom.runtime.driver.host_worker import HostWorker, Job

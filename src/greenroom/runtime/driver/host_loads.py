@@ -1,4 +1,4 @@
-"""Copies of experts from host memory to slots of a GPU, in order with the computation.
+"""Copies of experts from host memory to slots, in order with the computation.
 
 The thread that computes launches them on its own stream: they begin when all is done that it has
 launched before, and what it launches next finds the experts in their slots. So it waits for
@@ -72,7 +72,6 @@ class HostLoads:
     def launch(self, layer: int, loads: Sequence[Load], compute: Callable[[], object]) -> None:
         """Launch the copies of a step's missing experts, then its computation by `compute`."""
         table, slots = self._table, self._slots
-        self.count()
         numbers = [load.slot for load in loads]
         with table.lock:  # no other thread launches work in between
             table.follow_stream()
@@ -88,6 +87,7 @@ class HostLoads:
             for load in loads:
                 table.insert(load.piece, load.slot)
             compute()
+        self.count()
 
     def _copy(self, load: Load) -> int:
         """Launch the copies of an expert; return their bytes."""
