@@ -11,8 +11,8 @@ launch takes a few microseconds more, and a GPU's queue hides what is done befor
     hits      layers whose experts are all in slots
     deferred  the scheduler's part of such a layer, after later layers' launches
     misses    layers that wait for an expert
-    to copy   of these, from the report of the experts that are missing to the launch of the first
-              copy: so long the device waits for the host, which works on while bytes are on their way
+    to copy   of these, from the report of missing experts to the launch of the first copy: so long
+              the device waits for the host, which does the rest while bytes are on their way
     graph     a layer's share of a token that is one graph, all of the decoder's host work
     launches  a layer; a graph of kernels is one
 """
@@ -52,8 +52,8 @@ from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime import forward
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.host_loads import HostLoads
 from greenroom.runtime.cuda.token_graph import active_graph
-from greenroom.runtime.driver.host_loads import HostLoads
 from greenroom.runtime.kernels.triton import look_up, one_token, programs, token_attention
 from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
 from greenroom.runtime.slots.tier import ABSENT

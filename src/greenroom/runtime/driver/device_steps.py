@@ -12,7 +12,7 @@ from torch import Tensor
 
 from greenroom.core.events import Routed
 from greenroom.core.predictor import LayerRouting
-from greenroom.runtime.driver.host_loads import HostLoads
+from greenroom.runtime.cuda.host_loads import HostLoads
 
 if TYPE_CHECKING:  # it has a `DeviceSteps`
     from greenroom.runtime.driver.driver import Driver
@@ -131,6 +131,7 @@ class DeviceSteps:
                     raise
                 self._count(event)  # while experts are on their way
                 driver.miss_counts[layer] += len(missing)
+                self._count_ended(loads)
             if driver.predictions.enabled:
                 driver.predictions.reached(event.step, layer)
                 driver.predictions.routed(layer, observe_routing)
@@ -140,7 +141,14 @@ class DeviceSteps:
         """Count the bytes and seconds of the launched copies that have ended."""
         if self._loads is not None:
             with self._driver.lock:
-                self._loads.count()
+                self._count_ended(self._loads)
+
+    def _count_ended(self, loads: HostLoads) -> None:
+        meter = self._driver.meter
+        for layer, nbytes, seconds in loads.take_ended():
+            meter.links[-1].nbytes += nbytes
+            meter.links[-1].busy_s += seconds
+            meter.add_stall(layer, "miss", seconds)
 
     def _event(self, layer: int, experts: Sequence[int]) -> Routed:
         """Return the event of the next step, of a layer in this pass or the next one."""
