@@ -5,6 +5,7 @@ The CPU stands in the GPU's place, and Triton's interpreter runs the kernels.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -199,6 +200,44 @@ def test_experts_in_host_memory_take_no_other_thread(monkeypatch):
         assert driver.meter.stalls["miss"] > 0
         assert started == []
         check_table(driver)
+
+
+class ThreadStreams(Engine):
+    """An engine whose threads have streams of their own."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[Any, Any]] = []
+
+    def current_stream(self) -> Any:
+        return threading.current_thread().name
+
+    def order(self, before: Any, after: Any) -> None:
+        self.orders.append((before, after))
+
+
+def test_a_prompt_on_another_stream_waits_for_copies_that_are_under_way(monkeypatch):
+    """The scheduler takes them for complete; the host has not waited for them."""
+    engine = ThreadStreams()
+    with placed(
+        "qwen3_moe", monkeypatch, engine, kernels="triton", capacity=6, host_capacity=999
+    ) as model:
+        for token in ids(3, 1):
+            model(token[None])
+        main, seen = threading.current_thread().name, list[Any]()
+        kernel = next(iter(model.greenroom.bindings.modules))
+        binding = getattr(kernel, BINDING)
+        compute = type(binding.kernel).compute_group
+        engine.orders.clear()
+
+        def watched(self: Any, *arguments: Any) -> None:
+            seen.append(list(engine.orders))
+            compute(self, *arguments)
+
+        monkeypatch.setattr(type(binding.kernel), "compute_group", watched)
+        thread = threading.Thread(target=lambda: model(ids(1, 4)), name="another")
+        thread.start()
+        thread.join(60)
+        assert seen[0][0] == (main, "another")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, DeviceError])

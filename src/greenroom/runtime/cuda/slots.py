@@ -62,7 +62,8 @@ class DeviceSlots(SlotPool):
         self.last_mark: Mark = None
         self._marked: Any = engine.current_stream()  # the stream of the last mark
         self._marking = threading.Lock()
-        self._scratch: dict[int, Tensor] = {}  # by thread: bytes before they are rearranged
+        # By thread and stream: bytes before they are rearranged.
+        self._scratch: dict[tuple[int, Any], Tensor] = {}
         self.trim(capacity)
 
     def bytes(self, slot: int) -> Tensor:
@@ -213,14 +214,14 @@ class DeviceSlots(SlotPool):
         )
 
     def _to_scratch(self, source: Tensor) -> Tensor:
-        """Copy bytes to the calling thread's scratch memory on the device.
+        """Copy bytes to scratch memory on the device, of the calling thread and its stream.
 
-        A thread's copies end before its next call.
+        A stream has read it before the next copy writes there.
         """
-        thread, nbytes = threading.get_ident(), source.numel()
-        scratch = self._scratch.get(thread)
+        key, nbytes = (threading.get_ident(), self.engine.current_stream()), source.numel()
+        scratch = self._scratch.get(key)
         if scratch is None or scratch.numel() < nbytes:
-            scratch = self._scratch[thread] = self.engine.empty(-(-nbytes // ALIGNMENT) * ALIGNMENT)
+            scratch = self._scratch[key] = self.engine.empty(-(-nbytes // ALIGNMENT) * ALIGNMENT)
         raw = scratch[:nbytes]
         raw.copy_(source, non_blocking=True)
         return raw

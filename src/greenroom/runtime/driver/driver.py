@@ -177,6 +177,7 @@ class Driver:
             return
         with self.step_lock:
             self.begin_exclusive(interruptible=True)
+            self.changes.follow_stream()
             passes, first = self.passes, self.pieces.offsets[layer]
             passes.note_layers(layer, layer)
             pieces = experts + first
