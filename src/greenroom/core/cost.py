@@ -78,6 +78,8 @@ class Costs:
               computed in a call of its own
     ahead:    additional time of a layer while a predictor of experts runs
     host:     the same as `expert`, on the host's processor; None if the host computes nothing
+    hop:      time of the host and the links for another device than the first in a step: the step's
+              inputs are copied there, and outputs back
     wake:     slowdown after a wait of the processor, per second of the wait, up to `COOLED`
               (4 ms) of it: threads have fallen asleep, caches have lost data, and clock rates have
               dropped
@@ -90,6 +92,7 @@ class Costs:
     ahead: float = 0.0
     host: Work | None = None
     wake: float = 0.0
+    hop: float = 0.0
 
     def seconds_after_wait(self, wait: float) -> float:
         """Return by how many seconds a computation is slower after the processor has waited.

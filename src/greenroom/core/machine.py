@@ -36,7 +36,7 @@ from greenroom.json_file import (
 
 FORMAT, VERSION = "greenroom-machine", 1
 MOST_LANES = 1024  # of a link: transfers at a time
-NUMBERS = ("layer", "fetch", "copy", "ahead", "wake")  # of a processor, besides its tables
+NUMBERS = ("layer", "fetch", "copy", "ahead", "wake", "hop")  # of a processor, besides its tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,7 @@ class Processor:
     fetch: for each fetched expert
     copy:  for each byte of a fetched expert
     wake:  slowdown after a wait, per second of the wait (see `Costs`)
+    hop:   for another device than the first in a layer
     """
 
     name: str
@@ -100,6 +101,7 @@ class Processor:
     copy: float = 0.0
     ahead: float = 0.0
     wake: float = 0.0
+    hop: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class Machine:
             chosen.ahead,
             host.expert.at(expert_bytes) if host is not None and len(links) > 1 else None,
             chosen.wake,
+            chosen.hop,
         )
 
     def _host_processor(self, memory: str) -> Processor | None:

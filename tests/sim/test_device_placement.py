@@ -1,0 +1,117 @@
+"""The choice of a placement of experts on devices: by hand, and beside the simulator's times."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from greenroom.core.config.scheduler import NO_OPTIONS, with_options
+from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.home_devices import SPREAD, DevicePlacement
+from greenroom.plan.workload import synthetic_trace
+from greenroom.policies import policy
+from greenroom.sim.device_placement import place_experts, step_seconds
+from greenroom.sim.event_driven import EventOptions, EventRun, simulate_events
+from greenroom.trace import Trace, stream
+from tests.sim import small
+
+MS, NBYTES = 1e-3, 1000
+TRACE = synthetic_trace((8,) * 4, 2).head(300)
+
+
+def costs_of(*, load: float = 0.0, hop: float = 0.0, handling: float = 0.0) -> Costs:
+    """An expert takes 1 ms to compute and `load` on a device's link; the disk takes long."""
+    link = Link(NBYTES / (load * MS) if load else float("inf"))
+    return Costs(
+        (Link(1.0), link), Work.constant(1 * MS), Work.constant(7.0), handling * MS, hop=hop * MS
+    )  # fmt: skip
+
+
+def of(experts: list[list[int]], tokens: int = 20) -> Trace:
+    """Tokens that all use the same experts of each layer, of four in each."""
+    return small.of([experts] * tokens, [[1] * tokens])
+
+
+@pytest.mark.parametrize(
+    ("experts", "hop", "spread", "layers"),
+    [
+        # Homes of experts: 0 1 0 1 in layer 0, 1 0 1 0 in layer 1; layers are on 0 and 1.
+        ([[0, 1], [0, 1]], 0.0, 1.0, 2.0),
+        ([[0, 1], [0, 1]], 3.0, 1.0 + 3, 2.0 + 3 / 2),
+        ([[0, 2], [1, 3]], 3.0, 2.0, 2.0 + 3 / 2),  # spread, all are on the first device
+        ([[1, 3], [0, 2]], 3.0, 2.0 + 3, 2.0 + 3 / 2),  # all are on the second one
+    ],
+)
+def test_resident_experts_by_hand(
+    experts: list[list[int]], hop: float, spread: float, layers: float
+) -> None:
+    trace, costs = of(experts), costs_of(hop=hop, load=50)
+    found = [step_seconds(each, trace, 8, costs, NBYTES, 2) for each in ("experts", "layers")]
+    assert found == pytest.approx([spread * MS, layers * MS])
+    placement = place_experts("auto", trace, 8, costs, NBYTES, 2)
+    assert placement.name == ("layers" if layers < spread else "experts")
+    assert placement.seconds == pytest.approx(tuple(sorted(2 * s for s in found)))
+
+
+def test_missing_experts_by_hand() -> None:
+    """Tokens use experts 0 1 and 2 3 in turn, with two slots on each device.
+
+    Layers: two slots of each layer, and both experts are always missing. Spread: one of them on
+    each device, whose two slots hold the experts of one token in two layers.
+    """
+    trace = small.of([[[0, 1]] * 2, [[2, 3]] * 2] * 10, [[1] * 20])
+    costs = costs_of(load=10, handling=1, hop=4)
+    spread, layers = (
+        step_seconds(each, trace, 4, costs, NBYTES, 2) for each in ("experts", "layers")
+    )
+    assert spread == pytest.approx((1 + 11 + 4) * MS)
+    assert layers == pytest.approx((2 + 2 * 11 + 4 / 2) * MS)
+
+
+def test_prompts_do_not_count() -> None:
+    prompt = small.of([[[0, 1]] * 2] * 4, [[-4]])
+    assert step_seconds("experts", prompt, 8, costs_of(), NBYTES, 2) == 0.0
+
+
+def test_what_is_named_is_taken_and_one_device_has_all() -> None:
+    costs = costs_of(load=1, hop=1)
+    assert place_experts("layers", TRACE, 8, costs, NBYTES, 2) == DevicePlacement("layers")
+    assert place_experts("auto", TRACE, 8, costs, NBYTES, 1) is SPREAD
+    assert place_experts("auto", TRACE, 8, costs, NBYTES, 5) is SPREAD  # of four layers
+
+
+def test_the_reason_has_both_times() -> None:
+    assert str(SPREAD) == "layers' experts spread"
+    assert str(DevicePlacement(unknown="it rains")) == "layers' experts spread, since it rains"
+    assert str(DevicePlacement("layers", (0.001, 0.00123))) == (
+        "whole layers on each GPU: a token's experts take about 1 ms, spread 1.23 ms"
+    )
+    assert str(DevicePlacement("experts", (0.5, 1.0))).endswith("500 ms, in whole layers 1e+03 ms")
+
+
+def run(capacity: int, costs: Costs, placement: str, devices: int = 2) -> EventRun:
+    config = with_options(NO_OPTIONS, device_placement=placement)
+    options = EventOptions(devices=devices, config=config)
+    steps = stream(TRACE, "runtime")
+    return simulate_events(TRACE, steps, capacity, policy("lru"), costs, NBYTES, "off", options)
+
+
+@pytest.mark.parametrize("capacity", [16, 32])
+@pytest.mark.parametrize(("load", "hop", "best"), [(4.0, 4.0, "layers"), (4.0, 0.1, "experts")])
+def test_the_simulator_agrees_with_the_choice(
+    capacity: int, load: float, hop: float, best: str
+) -> None:
+    full = costs_of(load=load, hop=hop)
+    costs = Costs(full.links[1:], full.expert, Work.constant(0.0), hop=full.hop)
+    both = {name: run(capacity, costs, name) for name in ("experts", "layers")}
+    means = {name: float(each.times.gaps[150:].mean()) for name, each in both.items()}
+    assert min(means, key=lambda name: means[name]) == best
+    auto = run(capacity, costs, "auto")
+    assert auto.as_json()["device_placement"] == best
+    assert np.array_equal(auto.times.gaps, both[best].times.gaps)
+    placement = place_experts("auto", TRACE, capacity, costs, NBYTES, 2)
+    assert placement.seconds == pytest.approx(tuple(sorted(means.values())), rel=0.2)
+
+
+def test_one_device_has_no_placement_in_its_result() -> None:
+    assert "device_placement" not in run(8, costs_of(), "auto", devices=1).as_json()
