@@ -76,6 +76,7 @@ class Costs:
     dense:    the computation of the rest of one layer, for the number of tokens of the pass
     handling: processor time for each fetched expert: the same cores copy its bytes, and it is
               computed in a call of its own
+    miss:     processor time for each layer that waits for missing experts, whatever their number
     ahead:    additional time of a layer while a predictor of experts runs
     host:     the same as `expert`, on the host's processor; None if the host computes nothing
     hop:      time of the host and the links for another device than the first in a step: the step's
@@ -93,6 +94,7 @@ class Costs:
     host: Work | None = None
     wake: float = 0.0
     hop: float = 0.0
+    miss: float = 0.0
 
     def seconds_after_wait(self, wait: float) -> float:
         """Return by how many seconds a computation is slower after the processor has waited.

@@ -36,7 +36,7 @@ from greenroom.json_file import (
 
 FORMAT, VERSION = "greenroom-machine", 1
 MOST_LANES = 1024  # of a link: transfers at a time
-NUMBERS = ("layer", "fetch", "copy", "ahead", "wake", "hop")  # of a processor, besides its tables
+NUMBERS = ("layer", "fetch", "copy", "ahead", "wake", "hop", "miss")  # of a processor, besides its tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,7 @@ class Processor:
     copy:  for each byte of a fetched expert
     wake:  slowdown after a wait, per second of the wait (see `Costs`)
     hop:   for another device than the first in a layer
+    miss:  for each layer that waits for missing experts
     """
 
     name: str
@@ -102,6 +103,7 @@ class Processor:
     ahead: float = 0.0
     wake: float = 0.0
     hop: float = 0.0
+    miss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,7 @@ class Machine:
             host.expert.at(expert_bytes) if host is not None and len(links) > 1 else None,
             chosen.wake,
             chosen.hop,
+            chosen.miss,
         )
 
     def _host_processor(self, memory: str) -> Processor | None:

@@ -100,17 +100,20 @@ class Clock:
 
     def run(self, step: TraceStep) -> None:
         """Simulate one layer: attention, routing, the experts' transfers and computation."""
-        self._step = step
+        self._step, self._waits = step, False
         self._reached = {0, HOST}  # devices that have the step's inputs
         dense = self.costs.dense.seconds(step.tokens)
         self._advance(self.now + dense)
         self.compute += dense
+        counts = self.scheduler.counts
+        misses = counts.requests - counts.hits
         finished = self._handle(
             Routed(
                 step.step, step.layer, step.experts, step.request, step.rows, step.weights,
                 step.prefill, step.tail_weights,
             )
         )  # fmt: skip
+        self._waits = counts.requests - counts.hits > misses
         if self.foresight is not None and step.chosen is not None:
             for predicted in self.foresight.routed(LayerRouting(step.layer, step.chosen)):
                 finished |= self._handle(predicted)
@@ -212,7 +215,10 @@ class Clock:
         pieces = experts + part * self.pieces.experts
         fresh = self._fresh.intersection(pieces.tolist())
         self._fresh -= fresh
-        return len(fresh) * self.costs.handling * self._part_share(part)
+        seconds = len(fresh) * self.costs.handling * self._part_share(part)
+        if fresh and self._waits:  # the first of the missing experts
+            seconds, self._waits = seconds + self.costs.miss, False
+        return seconds
 
     def _part_share(self, part: int) -> float:
         """Return the share of an expert's bytes that one part of a split expert has."""
