@@ -8,9 +8,10 @@ import pytest
 from greenroom.core.config.scheduler import NO_OPTIONS, with_options
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.home_devices import SPREAD, DevicePlacement
+from greenroom.core.pieces import Pieces
 from greenroom.plan.workload import synthetic_trace
 from greenroom.policies import policy
-from greenroom.sim.device_placement import place_experts, step_seconds
+from greenroom.sim.device_placement import place_experts, slots_of, step_seconds
 from greenroom.sim.event_driven import EventOptions, EventRun, simulate_events
 from greenroom.trace import Trace, stream
 from tests.sim import small
@@ -25,6 +26,17 @@ def costs_of(*, load: float = 0.0, hop: float = 0.0, handling: float = 0.0) -> C
     return Costs(
         (Link(1.0), link), Work.constant(1 * MS), Work.constant(7.0), handling * MS, hop=hop * MS
     )  # fmt: skip
+
+
+def seconds_of(placement: str, trace: Trace, capacity: int, costs: Costs) -> float:
+    """The seconds of a token's experts in a layer, on two devices."""
+    sizes = [NBYTES] * trace.layers
+    pieces = Pieces.unsplit(trace.offsets.tolist(), sizes, devices=2, placement=placement)
+    return step_seconds(pieces, trace, capacity, costs)
+
+
+def place(named: str, trace: Trace, capacity: int, costs: Costs, devices: int) -> DevicePlacement:
+    return place_experts(named, trace, lambda pieces: capacity, costs, NBYTES, devices)
 
 
 def of(experts: list[list[int]], tokens: int = 20) -> Trace:
@@ -46,9 +58,9 @@ def test_resident_experts_by_hand(
     experts: list[list[int]], hop: float, spread: float, layers: float
 ) -> None:
     trace, costs = of(experts), costs_of(hop=hop, load=50)
-    found = [step_seconds(each, trace, 8, costs, NBYTES, 2) for each in ("experts", "layers")]
+    found = [seconds_of(each, trace, 8, costs) for each in ("experts", "layers")]
     assert found == pytest.approx([spread * MS, layers * MS])
-    placement = place_experts("auto", trace, 8, costs, NBYTES, 2)
+    placement = place("auto", trace, 8, costs, 2)
     assert placement.name == ("layers" if layers < spread else "experts")
     assert placement.seconds == pytest.approx(tuple(sorted(2 * s for s in found)))
 
@@ -61,23 +73,31 @@ def test_missing_experts_by_hand() -> None:
     """
     trace = small.of([[[0, 1]] * 2, [[2, 3]] * 2] * 10, [[1] * 20])
     costs = costs_of(load=10, handling=1, hop=4)
-    spread, layers = (
-        step_seconds(each, trace, 4, costs, NBYTES, 2) for each in ("experts", "layers")
-    )
+    spread, layers = (seconds_of(each, trace, 4, costs) for each in ("experts", "layers"))
     assert spread == pytest.approx((1 + 11 + 4) * MS)
     assert layers == pytest.approx((2 + 2 * 11 + 4 / 2) * MS)
 
 
+def test_a_layer_more_on_one_device_takes_slots_from_the_others() -> None:
+    """Five layers of four experts on two devices with 8 slots: a device with three has too few."""
+    spread, layers = (
+        Pieces.unsplit(range(0, 21, 4), [NBYTES] * 5, devices=2, placement=name)
+        for name in ("experts", "layers")
+    )
+    assert (slots_of(8, spread), slots_of(8, layers)) == (16, 13)
+    assert (slots_of(12, spread), slots_of(12, layers)) == (20, 20)
+
+
 def test_prompts_do_not_count() -> None:
     prompt = small.of([[[0, 1]] * 2] * 4, [[-4]])
-    assert step_seconds("experts", prompt, 8, costs_of(), NBYTES, 2) == 0.0
+    assert seconds_of("experts", prompt, 8, costs_of()) == 0.0
 
 
 def test_what_is_named_is_taken_and_one_device_has_all() -> None:
     costs = costs_of(load=1, hop=1)
-    assert place_experts("layers", TRACE, 8, costs, NBYTES, 2) == DevicePlacement("layers")
-    assert place_experts("auto", TRACE, 8, costs, NBYTES, 1) is SPREAD
-    assert place_experts("auto", TRACE, 8, costs, NBYTES, 5) is SPREAD  # of four layers
+    assert place("layers", TRACE, 8, costs, 2) == DevicePlacement("layers")
+    assert place("auto", TRACE, 8, costs, 1) is SPREAD
+    assert place("auto", TRACE, 8, costs, 5) is SPREAD  # of four layers
 
 
 def test_the_reason_has_both_times() -> None:
@@ -109,7 +129,7 @@ def test_the_simulator_agrees_with_the_choice(
     auto = run(capacity, costs, "auto")
     assert auto.as_json()["device_placement"] == best
     assert np.array_equal(auto.times.gaps, both[best].times.gaps)
-    placement = place_experts("auto", TRACE, capacity, costs, NBYTES, 2)
+    placement = place("auto", TRACE, capacity, costs, 2)
     assert placement.seconds == pytest.approx(tuple(sorted(means.values())), rel=0.2)
 
 

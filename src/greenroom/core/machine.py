@@ -36,7 +36,10 @@ from greenroom.json_file import (
 
 FORMAT, VERSION = "greenroom-machine", 1
 MOST_LANES = 1024  # of a link: transfers at a time
-NUMBERS = ("layer", "fetch", "copy", "ahead", "wake", "hop", "miss")  # of a processor, besides its tables
+# Of a processor, besides its tables.
+NUMBERS = (
+    "layer", "fetch", "copy", "ahead", "wake", "hop", "miss", "graph_token", "graph_layer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,10 @@ class Processor:
     wake:  slowdown after a wait, per second of the wait (see `Costs`)
     hop:   for another device than the first in a layer
     miss:  for each layer that waits for missing experts
+
+    In place of `layer`, where the passes of single tokens are one CUDA graph (0 if they are not):
+
+    graph_token, graph_layer: other time of each token, and of each layer
     """
 
     name: str
@@ -104,6 +111,8 @@ class Processor:
     wake: float = 0.0
     hop: float = 0.0
     miss: float = 0.0
+    graph_token: float = 0.0
+    graph_layer: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from the disk, which devices share, take equally long with both and do not count
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from greenroom.core.config.base import AUTO, PLACEMENTS
@@ -26,13 +28,18 @@ STEPS = 12_000  # of a replay, at tens of microseconds each
 
 
 def place_experts(
-    named: str, trace: Trace, capacity: int, costs: Costs, nbytes: int, devices: int
+    named: str,
+    trace: Trace,
+    slots: Callable[[Pieces], int],
+    costs: Costs,
+    nbytes: int,
+    devices: int,
 ) -> DevicePlacement:
     """Return the placement that is named, or with `auto` the faster one.
 
-    named:    value of `--device-placement`
-    capacity: slots of all devices together
-    nbytes:   bytes of an expert
+    named:  value of `--device-placement`
+    slots:  returns the slots of all devices together, for the experts on devices
+    nbytes: bytes of an expert
 
     More devices than layers get experts of each layer.
     """
@@ -40,29 +47,31 @@ def place_experts(
         return DevicePlacement(named)
     if not 1 < devices <= trace.layers:
         return SPREAD
-    seconds = {
-        name: trace.layers * step_seconds(name, trace, capacity, costs, nbytes, devices)
-        for name in PLACEMENTS
-    }
+    seconds = {}
+    for name in PLACEMENTS:
+        sizes = [nbytes] * trace.layers
+        pieces = Pieces.unsplit(trace.offsets.tolist(), sizes, devices=devices, placement=name)
+        seconds[name] = trace.layers * step_seconds(pieces, trace, slots(pieces), costs)
     best, other = sorted(PLACEMENTS, key=lambda name: seconds[name])
     return DevicePlacement(best, (seconds[best], seconds[other]))
 
 
-def step_seconds(
-    placement: str, trace: Trace, capacity: int, costs: Costs, nbytes: int, devices: int
-) -> float:
+def slots_of(each: int, pieces: Pieces) -> int:
+    """Return how many slots devices have together, at most one an expert, with `each` on each."""
+    return min(int(each * pieces.equal_devices), pieces.experts)
+
+
+def step_seconds(pieces: Pieces, trace: Trace, capacity: int, costs: Costs) -> float:
     """Estimate the seconds that a decoded token's experts take in a layer, on average.
 
     A device computes its experts and loads missing ones; the slowest device counts. The host serves
-    the others one after another. The arguments are those of `place_experts`. Caches are full: the
-    first half of the trace does not count.
+    the others one after another. Caches are full: the first half of the trace does not count.
     """
     passes = min(trace.passes, max(2, STEPS // trace.layers))
     part = trace.head(int(trace.pass_starts[passes]))
-    steps, offsets = stream(part, "runtime"), part.offsets.tolist()
-    pieces = Pieces.unsplit(offsets, [nbytes] * part.layers, devices=devices, placement=placement)
+    steps, devices = stream(part, "runtime"), pieces.devices
     missed = np.zeros(steps.pieces.size, np.bool_)
-    if capacity < offsets[-1]:
+    if capacity < pieces.experts:
         missed, _ = replay_steps(steps, part.offsets, capacity, policy("lru"), pieces=pieces)
     step = np.repeat(np.arange(steps.layer.size), np.diff(steps.starts))
     at = step * devices + pieces.home_device[steps.pieces]
@@ -70,8 +79,9 @@ def step_seconds(
     computed, loaded = (
         np.bincount(at, each, steps.layer.size * devices).reshape(shape) for each in (None, missed)
     )
-    load = nbytes / costs.links[-1].bandwidth + costs.handling
+    load = float(pieces.nbytes[0]) / costs.links[-1].bandwidth + costs.handling
     busy = computed * costs.expert.seconds(1) + loaded * load
     seconds = busy.max(axis=1) + (computed[:, 1:] > 0).sum(axis=1) * costs.hop
+    seconds += loaded.any(axis=1) * costs.miss
     later = (steps.token >= passes // 2) & ~steps.prefill.astype(np.bool_)
     return float(seconds[later].mean()) if later.any() else 0.0

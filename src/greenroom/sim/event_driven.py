@@ -174,7 +174,9 @@ def simulate_events(
     """
     check_policy(policy)
     named, ahead = options.config.device_placement, options.ahead
-    placement = place_experts(named, trace, capacity, costs, expert_bytes, options.devices)
+    placement = place_experts(
+        named, trace, lambda pieces: capacity, costs, expert_bytes, options.devices
+    )
     pieces = _pieces(trace, expert_bytes, capacity, options, placement.name)
     both = options.config.uses_host()
     if prefetch == OFF and not (both or options.config.proposes()):

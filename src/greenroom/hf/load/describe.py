@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from greenroom.config import Amount, LoadConfig
 from greenroom.core.machine import machine_name
+from greenroom.hf.attach.graph_decoder import graph_decoder
 from greenroom.hf.checkpoint.fingerprint import fingerprint
 from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
 from greenroom.hf.checkpoint.resolve import open_or_inspect
@@ -191,7 +192,16 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
         low=low,
         nested=nested,
         segments=isinstance(catalog, PackCatalog) and any(x.segments for x in catalog.layouts),
+        token_graph=_has_token_graph(skeleton, config),
     )
+
+
+def _has_token_graph(skeleton: ModelSkeleton, config: LoadConfig) -> bool:
+    """Tell whether a pass of one token is one CUDA graph on a GPU that has all experts."""
+    catalog, plain_keys = skeleton.catalog, config.kv == "dynamic"
+    modules = [skeleton.model.get_submodule(name) for name in catalog.layers]
+    whole = skeleton.variants is None and not any(layout.segments for layout in catalog.layouts)
+    return plain_keys and whole and graph_decoder(skeleton.model, modules) is not None
 
 
 def unread_bytes(skeleton: ModelSkeleton) -> int:

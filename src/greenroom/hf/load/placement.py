@@ -5,6 +5,7 @@ from __future__ import annotations
 from greenroom.config import LoadConfig
 from greenroom.core.config.base import AUTO
 from greenroom.core.home_devices import SPREAD, DevicePlacement
+from greenroom.core.pieces import Pieces
 from greenroom.errors import UnknownName, UsageError
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory.budget import DeviceBudget
@@ -35,13 +36,15 @@ def placement_of(
     except (UnknownName, UsageError):
         return DevicePlacement(unknown=f"{engine.name} is not among `greenroom list --gpus`")
     catalog = setup.catalog
-    if config.cache is not None:
-        slots = slots_for(config.cache, catalog)
-    else:
+
+    def slots(pieces: Pieces) -> int:
+        if config.cache is not None:
+            return slots_for(config.cache, catalog)
         budget = description.slot_budget(
-            config.readers, False, gpu.nbytes, label=gpu.LABEL, devices=setup.active_devices
+            config.readers, False, gpu.nbytes, label=gpu.LABEL, devices=pieces.equal_devices
         )
-        slots = budget.initial_slots()
+        return budget.initial_slots()
+
     nbytes = catalog.all_experts_bytes // catalog.experts
     trace = synthetic_trace(catalog.experts_per_layer, description.top_k)
     return place_experts(named, trace, slots, card_costs(card, nbytes), nbytes, devices)

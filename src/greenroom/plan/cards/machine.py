@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.machine import Machine, Processor, Route, Table
+from greenroom.plan.cards import host_work
 from greenroom.plan.cards.table import Card, Pcie
 
 # Shares of a data sheet's rate that programs reach.
@@ -16,10 +17,6 @@ MEMORY_SHARE = 0.7  # of a card's memory: decoding of dense models, whose weight
 HOST_SHARE = 0.75  # of the host's memory
 PCIE_SHARE = 0.75  # of the link to a card, from pinned memory
 COMPUTE_SHARE = 0.5  # of products of 16 bits
-# Host time of a run on a GPU in Python, measured on the fake device (docs/planning.md), in seconds.
-LAYER = 0.8e-3  # for each layer
-FETCH = 0.3e-3  # for each expert that is moved
-HOP = 0.1e-3  # for another GPU than the first in a layer
 BALANCE = 16  # tokens that a host's processor computes in the time of reading their weights
 LATENCY = 10e-6  # seconds, of a copy to a card
 LANES = 2  # copies to a card under way, as in a run
@@ -62,7 +59,7 @@ def card_costs(card: Card, expert_bytes: int) -> Costs:
     gpu = _processor(card)
     return Costs(
         (_link(card, None),), gpu.expert.at(expert_bytes), Work.constant(gpu.layer), gpu.fetch,
-        hop=gpu.hop,
+        hop=gpu.hop, miss=gpu.miss,
     )  # fmt: skip
 
 
@@ -73,7 +70,11 @@ def _link(card: Card, slot: Pcie | None) -> Link:
 def _processor(card: Card) -> Processor:
     memory, products = MEMORY_SHARE * card.bandwidth, COMPUTE_SHARE * card.half
     table = _roofline(memory, round(products / memory))
-    return Processor("gpu", "device", table, table, layer=LAYER, fetch=FETCH, hop=HOP)
+    return Processor(
+        "gpu", "device", table, table, layer=host_work.REST + host_work.HIT,
+        fetch=host_work.FETCH, hop=host_work.HOP, miss=host_work.MISS,
+        graph_token=host_work.GRAPH_TOKEN, graph_layer=host_work.GRAPH_LAYER,
+    )  # fmt: skip
 
 
 def _roofline(bandwidth: float, balance: int) -> Table:
