@@ -66,6 +66,16 @@ def test_what_is_fetched_is_handled_by_the_processor():
     assert result.compute == pytest.approx(6.0 + 4 * 0.25 + 4 * 0.25 + 4 * 0.125)
 
 
+def test_a_layer_that_waits_takes_longer_once() -> None:
+    """As above, and 0.125 s for each layer with misses: the prompt and the second token."""
+    trace = small.of([[[0, 2]], [[1, 2]], [[0, 1]], [[3, 1]]], [[-2, 1, 1]])
+    costs = Costs((Link(NBYTES, lanes=1),), Work(((1, 0.25),)), Work.constant(2.0), miss=0.125)
+    result = run(trace, 3, costs, chunk_bytes=NBYTES)
+    assert result.ttft.tolist() == pytest.approx([5.5])  # while the link goes on
+    assert result.gaps.tolist() == pytest.approx([2.5, 3.25 + 0.125])
+    assert result.compute == pytest.approx(6.0 + 4 * 0.25 + 4 * 0.25 + 2 * 0.125)
+
+
 def test_what_follows_a_wait_takes_longer():
     """The first request's first token again: an eighth of its only wait, which is capped, more. The
     waits of the prompt are 1 s for 0, then 0.75 s each."""
