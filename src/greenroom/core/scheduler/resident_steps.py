@@ -97,36 +97,38 @@ class ResidentSteps:
         nothing, if one is not in host memory or there is more to decide. No step may be under way.
         """
         placement, cache, host = self._placement, self._placement.cache, self._transfers.host
-        experts = event.experts
         if (
             host is None
             or event.prefill
             or self._pin != "step"
             or self._decides_more()
+            or cache.policy.weighs  # rows or gate weights
             or cache.policy.preload is not None  # it inserts nothing
-            or not cache.fits(experts)
+            or cache.pinned_set.size
+            or not event.experts.size
         ):
             return None
-        slots = cache.state.slot_of[experts].tolist()
-        missing = [n for n, slot in enumerate(slots) if slot < 0]
-        pieces: list[int] = experts.tolist()
-        if not all(host.has(pieces[n]) for n in missing):
-            return None
-        if placement.buffer.size:
+        if placement.buffer.size:  # the prediction is compared with the cache before the step
+            absent = cache.state.slot_of[event.experts] < 0
+            if (host.slot_of[event.experts[absent]] < 0).any() or not cache.fits(event.experts):
+                return None
             self._prefetcher.routed(event, now)
-        host.routed(event)
-        served = cache.serve(
-            experts, event.step * self._layers + event.layer, request=event.request,
-            rows=event.rows, weights=event.weights,
-        )  # fmt: skip
-        cache.release(experts)
+        clock = event.step * self._layers + event.layer
+        served = cache.load(event.experts, clock, event.request, host.slot_of, placement.tier_slots)
+        if served is None:
+            return None
+        slots, hits, _, host_slots = served
+        loads = [
+            Load(piece, slot, host_slot)
+            for piece, slot, hit, host_slot in zip(
+                event.experts.tolist(), slots, hits, host_slots, strict=True
+            )
+            if not hit
+        ]
+        host.use([load.piece for load in loads], event)
         self._counts.steps += 1
-        self._counts.requests += len(pieces)
-        self._counts.hits += len(pieces) - len(missing)
-        places = placement.tier_slots[served.slots].tolist()
-        loads = [Load(pieces[n], places[n], host.request(pieces[n])[0]) for n in missing]
-        for load in loads:
-            host.release(load.piece, True)
+        self._counts.requests += len(hits)
+        self._counts.hits += len(hits) - len(loads)
         return loads
 
     def undo(self, loads: list[Load], event: Routed) -> None:

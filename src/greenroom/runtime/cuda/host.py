@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,8 @@ class HostMemory:
     have the layout that kernels read, and the host processor can compute from them (`slots`): a
     chunk is read into the thread's staging buffer, rearranged into its expert's slot, and copied
     unchanged from there to the GPU.
+
+    plans: what callers derive from the bytes in a slot, until the next read into the slot
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class HostMemory:
             self.slots = HostSlots(capacity, stride, memory=memory)
         self._at: dict[tuple[int, int, int], np.ndarray] = {}  # a chunk's bytes, by `_key`
         self._launched: dict[int, Mark] = {}  # by slot: behind copies that still read it
+        self.plans: dict[int, Any] = {}
         address = self._bytes.ctypes.data
         if groups is not None:  # all slots are for one device
             nodes = [(1, node) for _, node in nodes]
@@ -147,6 +151,7 @@ class HostMemory:
         `staging` is the read buffer of the calling thread. `read` may return memory of its own; the
         bytes are then copied.
         """
+        self.plans.pop(action.host_slot, None)
         if (mark := self._launched.pop(action.host_slot, None)) is not None:
             self.engine.wait(mark)
         if self.slots is not None and action.host_slot >= 0:

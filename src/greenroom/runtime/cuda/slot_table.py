@@ -56,6 +56,7 @@ class SlotTable:
         self._slot_of = [-1] * len(chunks)
         self._expert_in: dict[int, int] = {}  # complete experts, by slot
         self._awaited: dict[int, int] = {}  # chunks that have not arrived, by slot
+        self._offsets: dict[int, int] = {}  # of slots that were in use
         self.changes: dict[int, int] = {}
 
     def follow_stream(self) -> None:
@@ -91,29 +92,34 @@ class SlotTable:
     def clear(self, slot: int) -> None:
         """Remove what a slot contains; a later write to the slot waits for all launched work."""
         with self.lock, self.engine.on_stream(self.stream):
-            self.vacate(slot)
+            self.vacate((slot,))
             self.write_changes()
             self._slots.mark_computed((slot,))
 
-    def vacate(self, slot: int) -> None:
-        """Remove what a slot contains, before a copy in order with look-ups writes there.
+    def vacate(self, slots: Sequence[int]) -> None:
+        """Remove what slots contain, before copies in order with look-ups write there.
 
         The caller holds `lock`, also for `insert`.
         """
-        expert = self._expert_in.pop(slot, -1)
-        self._awaited.pop(slot, None)
-        if expert >= 0 and self._slot_of[expert] == slot:
-            self._slot_of[expert] = -1
-            self.changes[expert] = ABSENT
+        for slot in slots:
+            expert = self._expert_in.pop(slot, -1)
+            self._awaited.pop(slot, None)
+            if expert >= 0 and self._slot_of[expert] == slot:
+                self._slot_of[expert] = -1
+                self.changes[expert] = ABSENT
 
     def insert(self, expert: int, slot: int) -> None:
         """Record that a slot has all bytes of an expert, or a copy in order with look-ups."""
-        self._awaited.pop(slot, None)
+        offset = self._offsets.get(slot)
+        if offset is None:
+            offset = (self._slots.address(slot) - self._slots.address(0)) // UNIT
+            self._offsets[slot] = offset
         self._expert_in[slot], self._slot_of[expert] = expert, slot
-        self.changes[expert] = (self._slots.address(slot) - self._slots.address(0)) // UNIT
+        self.changes[expert] = offset
 
     def _insert_now(self, expert: int, slot: int) -> None:
         with self.lock:
+            self._awaited.pop(slot, None)
             self.insert(expert, slot)
             self.write_changes()
 
@@ -136,6 +142,7 @@ class SlotTable:
         """Remove the contents of all slots from number `capacity` on."""
         for slot in [slot for slot in self._expert_in if slot >= capacity]:
             self.clear(slot)
+        self._offsets.clear()  # slots that are added later have other addresses
 
     def close(self) -> None:
         """Put a mark behind all launched work, before the slots are freed."""

@@ -140,6 +140,34 @@ class DeviceSlots(SlotPool):
             elif ranges:
                 target[ranges[1]].copy_(source[ranges[0]], non_blocking=True)
 
+    def plain_ranges(
+        self, writes: Sequence[tuple[tuple[Copy, ...], np.ndarray, int]]
+    ) -> list[tuple[Tensor, int, int]] | None:
+        """Return what `launch_write` copies, if it copies bytes as they are; else None.
+
+        writes: arguments of `launch_write`, without the slot
+
+        The result has a source, and its first byte and end in a slot, for each copy. Neighbours
+        in both memories are one copy.
+        """
+        ranges = list[tuple[Tensor, int, int]]()
+        for copies, data, start in writes:
+            parts = list[tuple[slice, slice]]()
+            for copy in sorted(copies, key=lambda copy: copy.target):
+                if self._plane_joiner or copy.matrix is not None or not copy.contiguous:
+                    return None
+                if (part := overlap(copy, start, data.size)) is None:
+                    continue
+                source, target = part
+                if parts and (parts[-1][0].stop, parts[-1][1].stop) == (source.start, target.start):
+                    before = parts.pop()
+                    source = slice(before[0].start, source.stop)
+                    target = slice(before[1].start, target.stop)
+                parts.append((source, target))
+            bytes_there = torch.from_numpy(data)
+            ranges += [(bytes_there[source], to.start, to.stop) for source, to in parts]
+        return ranges
+
     def clear(self, slot: int) -> None:
         if self._plane_joiner is not None:
             self._plane_joiner.clear(slot)

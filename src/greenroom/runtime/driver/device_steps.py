@@ -87,12 +87,12 @@ class DeviceSteps:
                 if missing is None:
                     return False
                 try:
-                    self._count(event)
-                    driver.miss_counts[layer] += len(missing)
                     loads.launch(layer, missing, compute)
                 except BaseException:
                     residents.undo(missing, event)
                     raise
+                self._count(event)  # while experts are on their way
+                driver.miss_counts[layer] += len(missing)
             if driver.predictions.enabled:
                 driver.predictions.reached(event.step, layer)
                 driver.predictions.routed(layer, observe_routing)
@@ -109,7 +109,7 @@ class DeviceSteps:
         driver = self._driver
         passes, first = driver.passes, driver.pieces.offsets[layer]
         number = passes.number + (layer <= passes.layer)
-        pieces = np.array(experts, np.int64) + first
+        pieces = np.array([first + expert for expert in experts], np.int64)
         return Routed(number, layer, pieces, passes.request, prefill=passes.prefill)
 
     def _count(self, event: Routed) -> None:

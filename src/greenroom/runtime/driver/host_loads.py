@@ -12,6 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from torch import Tensor
+
+from greenroom.core.layout import Copy
 from greenroom.core.scheduler.resident_steps import Load
 from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slot_table import SlotTable
@@ -30,6 +34,20 @@ class Copies(NamedTuple):
     nbytes: int
     begin: Any
     end: Any
+
+
+class Plan(NamedTuple):
+    """The copies that move an expert from a slot in host memory to any slot.
+
+    It is made once: to make views of bytes takes longer than to launch the copies.
+
+    chunks: the arguments of `DeviceSlots.launch_write`
+    ranges: (source, first byte and end in the slot), if all copies move bytes as they are
+    """
+
+    nbytes: int
+    chunks: Sequence[tuple[tuple[Copy, ...], np.ndarray, int]]
+    ranges: Sequence[tuple[Tensor, int, int]] | None
 
 
 class HostLoads:
@@ -58,9 +76,7 @@ class HostLoads:
         numbers = [load.slot for load in loads]
         with table.lock:  # no other thread launches work in between
             table.follow_stream()
-            for slot in numbers:
-                table.vacate(slot)
-                slots.clear(slot)
+            table.vacate(numbers)
             begin, nbytes = self._engine.mark_time(), 0
             try:
                 for load in loads:
@@ -75,12 +91,28 @@ class HostLoads:
 
     def _copy(self, load: Load) -> int:
         """Launch the copies of an expert; return their bytes."""
-        nbytes = 0
-        for number, chunk in enumerate(self._store.chunks(load.piece)):
-            source = self._host_memory.slot_source(load.host_slot, number, chunk)
+        plan: Plan | None = self._host_memory.plans.get(load.host_slot)
+        if plan is None:
+            plan = self._host_memory.plans[load.host_slot] = self._plan(load)
+        if plan.ranges is not None:
+            target = self._slots.bytes(load.slot)
+            for part, begin, end in plan.ranges:
+                target[begin:end].copy_(part, non_blocking=True)
+            return plan.nbytes
+        self._slots.clear(load.slot)
+        for source in plan.chunks:
             self._slots.launch_write(load.slot, *source)
-            nbytes += chunk.length
-        return nbytes
+        return plan.nbytes
+
+    def _plan(self, load: Load) -> Plan:
+        """Plan the copies of an expert from its slot in host memory."""
+        chunks = self._store.chunks(load.piece)
+        sources = [
+            self._host_memory.slot_source(load.host_slot, number, chunk)
+            for number, chunk in enumerate(chunks)
+        ]
+        nbytes = sum(chunk.length for chunk in chunks)
+        return Plan(nbytes, sources, self._slots.plain_ranges(sources))
 
     def count(self) -> None:
         """Count the bytes and seconds of copies that have ended, as the last link's.

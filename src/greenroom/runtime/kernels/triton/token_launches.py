@@ -80,8 +80,8 @@ class TokenLaunches:
             changes = self._engine.host_numbers(4 * size)
         self._report_there = report
         self._report = report.numpy()
-        self._changes = changes.numpy().reshape(2 * size, 2)
-        self._changes[:] = -1
+        changes.fill_(-1)
+        self._changes = memoryview(changes.numpy())  # type: ignore[arg-type]
         self._stream: Any = None  # of the last token
         self._mid = step.mid if plan.activation.code == RAW else None
         self._up = step.projection(
@@ -103,7 +103,7 @@ class TokenLaunches:
         self._sequences: Sequence[Work] = (self._compute, self._compute_again)
         self._in_graphs = False
         self._counts_agree = True  # of look-ups here and on the device
-        self._has_changes = False
+        self._changed = 0  # numbers in use of `_changes`
 
     def start(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Launch the computation of one token's experts; return the sum of those in slots.
@@ -168,7 +168,7 @@ class TokenLaunches:
     def _capture(self) -> None:
         """Make a graph of each sequence of launches, after all of its kernels were compiled."""
         self._in_graphs = True
-        if self._has_changes:  # those of the previous token, which the device may still read
+        if self._changed:  # those of the previous token, which the device may still read
             self._engine.wait(self._engine.mark())
             self._hand_over_changes()
         # For the previous token, whose result does not change.
@@ -207,14 +207,16 @@ class TokenLaunches:
 
         The last one that was given any has run: this token's report was read after it.
         """
-        changes = self._table.changes
-        if len(changes) > len(self._changes):
+        changes, there = self._table.changes, self._changes
+        if 2 * len(changes) > len(there):
             self._table.write_changes()
-        if changes or self._has_changes:
-            self._changes[len(changes) :] = -1
-            self._has_changes = bool(changes)
-        if changes:
-            self._changes[: len(changes)] = [*changes.items()]
+        end = 0
+        for expert, offset in changes.items():  # a slice of NumPy's takes longer
+            there[end], there[end + 1] = expert, offset
+            end += 2
+        for unused in range(end, self._changed, 2):
+            there[unused] = -1
+        self._changed = end
 
     def result(self) -> Tensor:
         """Return the sum over the experts that were computed, after `start_again`: [1, H]."""
