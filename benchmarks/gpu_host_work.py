@@ -227,8 +227,9 @@ def measure(
 
     each = launches.count / max(1, len(hits) + len(misses) + len(whole) * layers)
     return [
-        f"{setup.capacity}", f"{ratio:.1%}", middle(hits), middle(clock.deferred), middle(misses),
-        middle(rest), middle(whole), f"{each:.1f}", f"{len(hits)}", f"{len(misses)}", f"{len(whole)}",
+        f"{setup.capacity}", f"{ratio:.1%}",
+        *map(middle, (hits, clock.deferred, misses, rest, whole)), f"{each:.1f}",
+        f"{len(hits)}", f"{len(misses)}", f"{len(whole)}",
     ]  # fmt: skip
 
 

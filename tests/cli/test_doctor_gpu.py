@@ -46,7 +46,7 @@ def test_what_is_predicted_and_assumed_is_said(cli: Run, folder: Path, home: Pat
         "24 GiB at 1,008 GB/s, of which 70% are assumed, as other engines reach",
         "PCIe 4x16 at 23.6 GB/s, 75% of the data sheet",
         "64 GiB of memory at 60.0 GB/s, disk at 5.00 GB/s",
-        "Python takes 0.7 ms a layer, and 0.18 ms more if experts are missing",
+        "Python takes 0.65 ms a layer, and 0.13 ms more if experts are missing",
         "The pass of a token is one CUDA graph",
         "experts fit in the card's memory",
         "routing: synthetic",

@@ -105,15 +105,14 @@ class Clock:
         dense = self.costs.dense.seconds(step.tokens)
         self._advance(self.now + dense)
         self.compute += dense
-        counts = self.scheduler.counts
-        misses = counts.requests - counts.hits
+        misses = self.scheduler.view.misses
         finished = self._handle(
             Routed(
                 step.step, step.layer, step.experts, step.request, step.rows, step.weights,
                 step.prefill, step.tail_weights,
             )
         )  # fmt: skip
-        self._waits = counts.requests - counts.hits > misses
+        self._waits = self.scheduler.view.misses > misses
         if self.foresight is not None and step.chosen is not None:
             for predicted in self.foresight.routed(LayerRouting(step.layer, step.chosen)):
                 finished |= self._handle(predicted)

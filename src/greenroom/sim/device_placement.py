@@ -57,7 +57,7 @@ def place_experts(
 
 
 def slots_of(each: int, pieces: Pieces) -> int:
-    """Return how many slots devices have together, at most one an expert, with `each` on each."""
+    """Return how many slots devices have together, with `each` on each: at most one an expert."""
     return min(int(each * pieces.equal_devices), pieces.experts)
 
 

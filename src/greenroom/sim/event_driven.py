@@ -173,11 +173,8 @@ def simulate_events(
     know the whole trace beforehand.
     """
     check_policy(policy)
-    named, ahead = options.config.device_placement, options.ahead
-    placement = place_experts(
-        named, trace, lambda pieces: capacity, costs, expert_bytes, options.devices
-    )
-    pieces = _pieces(trace, expert_bytes, capacity, options, placement.name)
+    placement = _placement(trace, capacity, costs, expert_bytes, options)
+    pieces, ahead = _pieces(trace, expert_bytes, capacity, options, placement.name), options.ahead
     both = options.config.uses_host()
     if prefetch == OFF and not (both or options.config.proposes()):
         ahead = 0
@@ -274,6 +271,14 @@ def _simulate_passes(
             clock.run(step)
         spent.append(clock.now - begin)
     return np.array(spent)
+
+
+def _placement(
+    trace: Trace, capacity: int, costs: Costs, expert_bytes: int, options: EventOptions
+) -> DevicePlacement:
+    """Return the placement of experts on the simulated devices."""
+    named, devices = options.config.device_placement, options.devices
+    return place_experts(named, trace, lambda pieces: capacity, costs, expert_bytes, devices)
 
 
 def _pieces(

@@ -34,7 +34,7 @@ def test_rates_are_shares_of_the_data_sheet() -> None:
     assert costs.links[1].bandwidth == pytest.approx(PCIE_SHARE * 31.504e9)
     read = 10_000_000 / (MEMORY_SHARE * 1008e9)
     assert costs.expert.seconds(1) == pytest.approx(read)
-    assert costs.dense.seconds(1) == pytest.approx(2 * read + host_work.REST + host_work.HIT)
+    assert costs.dense.seconds(1) == pytest.approx(2 * read + host_work.LAYER + host_work.HIT)
     assert costs.host is not None
     assert costs.host.seconds(1) == pytest.approx(10_000_000 / 60e9)
 
@@ -44,7 +44,7 @@ def test_what_the_host_does_is_in_the_profile() -> None:
     assert (costs.handling, costs.miss, costs.hop) == (
         host_work.FETCH, host_work.MISS, host_work.HOP,
     )  # fmt: skip
-    assert 0 < host_work.GRAPH_LAYER < host_work.HIT < host_work.MISS < host_work.REST
+    assert 0 < host_work.GRAPH_LAYER < host_work.HIT < host_work.MISS < host_work.LAYER
 
 
 def test_costs_of_a_card_alone_are_those_of_its_profile() -> None:

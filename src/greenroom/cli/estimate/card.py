@@ -172,7 +172,7 @@ def assumptions(card: Card, host: Host, machine: Machine) -> list[str]:
         " the data sheet.",
         f"host: {show_bytes(host.memory)} of memory at {host.bandwidth / 1e9:.1f} GB/s, disk at"
         f" {host.disk.bandwidth / 1e9:.2f} GB/s; Python takes"
-        f" {(host_work.REST + host_work.HIT) * 1e3:.2g} ms a layer, and"
+        f" {(host_work.LAYER + host_work.HIT) * 1e3:.2g} ms a layer, and"
         f" {host_work.MISS * 1e3:.2g} ms more if experts are missing, as measured without a GPU.",
         "docs/planning.md has the sources of these figures, and predictions beside published"
         " measurements of other engines.",
@@ -180,7 +180,7 @@ def assumptions(card: Card, host: Host, machine: Machine) -> list[str]:
 
 
 def fit(model: Model, predicted: Prediction, cards: int) -> list[str]:
-    """Describe how many of a model's experts cards and main memory hold, and who has which."""
+    """Describe how many of a model's experts cards and main memory hold."""
     memory = "the card's memory" if cards == 1 else f"the memory of {cards} cards"
     if not predicted.fits:
         lines = [

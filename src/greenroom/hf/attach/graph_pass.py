@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import output_capturing
 
-from greenroom.hf.attach.graph_decoder import graph_decoder
 from greenroom.hf.attach.token_attention import (
     GraphCache,
     replace_attention,
@@ -30,6 +29,7 @@ from greenroom.hf.attach.token_attention import (
 )
 from greenroom.hf.kv.cache import GrowingLayer
 from greenroom.hf.kv.single_token import count_token, token_buffers
+from greenroom.hf.model.graph_decoder import graph_decoder
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.token_graph import Buffers, NoGraph, TokenGraph
 from greenroom.runtime.forward import BINDING, Binding

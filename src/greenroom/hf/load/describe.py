@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from greenroom.config import Amount, LoadConfig
 from greenroom.core.machine import machine_name
-from greenroom.hf.attach.graph_decoder import graph_decoder
 from greenroom.hf.checkpoint.fingerprint import fingerprint
 from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
 from greenroom.hf.checkpoint.resolve import open_or_inspect
@@ -24,6 +23,7 @@ from greenroom.hf.memory.budget import MemoryNeeds, Workspace, experts_per_token
 from greenroom.hf.memory.devices import COMPILED
 from greenroom.hf.memory.prompt_block import prompt_block
 from greenroom.hf.memory.slot_budget import SlotBudget
+from greenroom.hf.model.graph_decoder import graph_decoder
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.hf.mtp.layer import mtp_layer_of
 from greenroom.hf.variants.index import adapters_of
@@ -200,8 +200,9 @@ def _has_token_graph(skeleton: ModelSkeleton, config: LoadConfig) -> bool:
     """Tell whether a pass of one token is one CUDA graph on a GPU that has all experts."""
     catalog, plain_keys = skeleton.catalog, config.kv == "dynamic"
     modules = [skeleton.model.get_submodule(name) for name in catalog.layers]
-    whole = skeleton.variants is None and not any(layout.segments for layout in catalog.layouts)
-    return plain_keys and whole and graph_decoder(skeleton.model, modules) is not None
+    segments = any(layout.segments for layout in catalog.layouts)
+    exact = skeleton.variants is None and not segments
+    return plain_keys and exact and graph_decoder(skeleton.model, modules) is not None
 
 
 def unread_bytes(skeleton: ModelSkeleton) -> int:

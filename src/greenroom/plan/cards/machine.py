@@ -71,7 +71,7 @@ def _processor(card: Card) -> Processor:
     memory, products = MEMORY_SHARE * card.bandwidth, COMPUTE_SHARE * card.half
     table = _roofline(memory, round(products / memory))
     return Processor(
-        "gpu", "device", table, table, layer=host_work.REST + host_work.HIT,
+        "gpu", "device", table, table, layer=host_work.LAYER + host_work.HIT,
         fetch=host_work.FETCH, hop=host_work.HOP, miss=host_work.MISS,
         graph_token=host_work.GRAPH_TOKEN, graph_layer=host_work.GRAPH_LAYER,
     )  # fmt: skip

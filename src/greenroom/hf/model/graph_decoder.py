@@ -1,4 +1,4 @@
-"""Find the decoder of a model whose pass of one token can be one CUDA graph.
+"""Find the decoder whose pass of one token can be one CUDA graph.
 
 Plans use it too, where Triton is not installed.
 """

@@ -32,6 +32,6 @@ def test_a_model_has_a_graph_or_not(name: str, options: dict[str, Any], has_grap
 def test_no_triton_is_needed() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "import greenroom.hf.attach.graph_decoder, greenroom.hf.load.describe"
+        "import greenroom.hf.model.graph_decoder, greenroom.hf.load.describe"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
