@@ -131,16 +131,20 @@ def test_whole_layers_on_each_gpu_have_the_tokens_of_a_cpu(name: str) -> None:
 
 def test_the_placement_is_planned_by_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts of a few KiB: a visit to a second GPU takes longer than anything else."""
-    options: dict[str, Any] = {"cache": "100%", "kernels": "eager", "device": TWO}
-    for name, shown in (
-        ("NVIDIA H100 80GB HBM3", r"· whole layers on each GPU: a token's experts take about"),
-        ("RTX 1", r"· layers' experts spread, since RTX 1 is not among `greenroom list --gpus`"),
+    whole = r"· whole layers on each GPU: a token's experts take about"
+    unknown = r"· layers' experts spread, since RTX 1 is not among `greenroom list --gpus`"
+    for name, shown, size in (
+        ("NVIDIA H100 80GB HBM3", whole, {"cache": "100%"}),
+        ("NVIDIA GeForce RTX 4090", whole, {"memory": "1GiB", "context": 64}),
+        ("RTX 1", unknown, {"cache": "100%"}),
     ):
+        options: dict[str, Any] = {"kernels": "eager", "device": TWO, **size}
         monkeypatch.setattr(EmulatedGpu, "name", name)
         model, _ = greenroom.load(str(tiny()), **options)
         try:
             home = model.greenroom.driver.pieces.home_device.tolist()
             assert (home == [0] * 8 + [1] * 8) == ("whole" in shown)
+            assert model.greenroom.capacity == 16
             config = LoadConfig(**options)
             assert re.search(shown, startup_line("tiny", model, config, verbose=True))
             short = startup_line("tiny", model, config)
