@@ -68,14 +68,23 @@ def test_resident_experts_by_hand(
 def test_missing_experts_by_hand() -> None:
     """Tokens use experts 0 1 and 2 3 in turn, with two slots on each device.
 
-    Layers: two slots of each layer, and both experts are always missing. Spread: one of them on
-    each device, whose two slots hold the experts of one token in two layers.
+    Layers: two slots of each layer, and both experts are always missing; inputs reach the device
+    while the second one comes. Spread: one of them is on each device, whose two slots hold the
+    experts of one token in two layers; the second device has inputs after its expert has come.
     """
     trace = small.of([[[0, 1]] * 2, [[2, 3]] * 2] * 10, [[1] * 20])
     costs = costs_of(load=10, handling=1, hop=4)
     spread, layers = (seconds_of(each, trace, 4, costs) for each in ("experts", "layers"))
-    assert spread == pytest.approx((1 + 11 + 4) * MS)
-    assert layers == pytest.approx((2 + 2 * 11 + 4 / 2) * MS)
+    assert spread == pytest.approx((11 + 4 + 1) * MS)
+    assert layers == pytest.approx((2 * 11 + 1) * MS)
+
+
+def test_hits_are_computed_while_a_miss_comes_by_hand() -> None:
+    """Expert 0 is always there and another one is missing, in one layer with two slots."""
+    trace = small.of([[[0, 1 + n % 3]] for n in range(21)], [[1] * 21], most=4)
+    alone = Pieces.unsplit([0, 4], [NBYTES])
+    assert step_seconds(alone, trace, 2, costs_of(load=10)) == pytest.approx((10 + 1) * MS)
+    assert step_seconds(alone, trace, 2, costs_of(load=0.5)) == pytest.approx((1 + 1) * MS)
 
 
 def test_a_layer_more_on_one_device_takes_slots_from_the_others() -> None:

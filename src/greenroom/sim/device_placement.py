@@ -64,8 +64,8 @@ def slots_of(each: int, pieces: Pieces) -> int:
 def step_seconds(pieces: Pieces, trace: Trace, capacity: int, costs: Costs) -> float:
     """Estimate the seconds that a decoded token's experts take in a layer, on average.
 
-    A device computes its experts and loads missing ones; the slowest device counts. The host serves
-    the others one after another. Caches are full: the first half of the trace does not count.
+    A device computes its experts while it loads missing ones, of which it computes the last at the
+    end; the slowest device counts. Inputs reach the other devices in turn. Caches are full: the first half of the trace does not count.
     """
     passes = min(trace.passes, max(2, STEPS // trace.layers))
     part = trace.head(int(trace.pass_starts[passes]))
@@ -80,8 +80,10 @@ def step_seconds(pieces: Pieces, trace: Trace, capacity: int, costs: Costs) -> f
         np.bincount(at, each, steps.layer.size * devices).reshape(shape) for each in (None, missed)
     )
     load = float(pieces.nbytes[0]) / costs.links[-1].bandwidth + costs.handling
-    busy = computed * costs.expert.seconds(1) + loaded * load
-    seconds = busy.max(axis=1) + (computed[:, 1:] > 0).sum(axis=1) * costs.hop
-    seconds += loaded.any(axis=1) * costs.miss
+    expert, hits = costs.expert.seconds(1), computed - loaded
+    begin = np.where(hits > 0, 0.0, load)  # of a device's first group
+    begin[:, 1:] += np.cumsum(computed[:, 1:] > 0, axis=1) * costs.hop
+    busy = np.maximum(begin + hits * expert, loaded * load) + (loaded > 0) * expert
+    seconds = np.where(computed > 0, busy, 0.0).max(axis=1) + loaded.any(axis=1) * costs.miss
     later = (steps.token >= passes // 2) & ~steps.prefill.astype(np.bool_)
     return float(seconds[later].mean()) if later.any() else 0.0
