@@ -65,7 +65,8 @@ def step_seconds(pieces: Pieces, trace: Trace, capacity: int, costs: Costs) -> f
     """Estimate the seconds that a decoded token's experts take in a layer, on average.
 
     A device computes its experts while it loads missing ones, of which it computes the last at the
-    end; the slowest device counts. Inputs reach the other devices in turn. Caches are full: the first half of the trace does not count.
+    end; the slowest device counts. Inputs reach the other devices in turn. Caches are full: the
+    first half of the trace does not count.
     """
     passes = min(trace.passes, max(2, STEPS // trace.layers))
     part = trace.head(int(trace.pass_starts[passes]))
