@@ -11,6 +11,8 @@ launch takes a few microseconds more, and a GPU's queue hides what is done befor
     hits      layers whose experts are all in slots
     deferred  the scheduler's part of such a layer, after later layers' launches
     misses    layers that wait for an expert
+    to copy   of these, from the report of missing experts to the launch of the first copy: so long
+              the device waits for the host, which does the rest while bytes are on their way
     rest      a layer's share of the decoder's other host work: attention, norms, router
     graph     a layer's share of a token that is one graph, all of the decoder's host work
     launches  a layer; a graph of kernels is one
@@ -52,13 +54,15 @@ from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime import forward
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.host_loads import HostLoads
 from greenroom.runtime.cuda.token_graph import active_graph
 from greenroom.runtime.kernels.triton import look_up, one_token, programs, token_attention
+from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
 from greenroom.runtime.slots.tier import ABSENT
 
 SHAPE = Shape(hidden=64, inner=32, layers=8, experts=64, top_k=8)
-COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "rest us", "graph us",
-           "launches", "layers hit", "layers missed", "tokens as graphs")  # fmt: skip
+COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "to copy us", "rest us",
+           "graph us", "launches", "layers hit", "layers missed", "tokens as graphs")  # fmt: skip
 
 
 class Launches:
@@ -136,6 +140,8 @@ class Clock:
         self.seconds: dict[bool, list[float]] = defaultdict(list)
         self.deferred, self.tokens, self.on = list[float](), list[float](), False
         self.rest, self._experts, self._is_graph = list[float](), 0.0, False
+        self.to_copy, self._reported = list[float](), 0.0
+        read_report, copy = TokenLaunches.read_report, HostLoads._copy
         compute, replay = decoder.forward, GraphPass._replay
         driver, inner = greenroom_.driver, forward._forward
         settle = driver.deferred.settle
@@ -147,6 +153,21 @@ class Clock:
                 self.deferred += [(time.thread_time() - begin) / waiting] * waiting
 
         driver.deferred.settle = timed_settle  # type: ignore[method-assign]
+
+        def timed_report(launches: TokenLaunches) -> list[int]:
+            report = read_report(launches)
+            self._reported = time.thread_time()
+            return report
+
+        def timed_copy(loads: HostLoads, load: Any) -> int:
+            nbytes = copy(loads, load)
+            if self.on and self._reported:
+                self.to_copy.append(time.thread_time() - self._reported)
+            self._reported = 0.0
+            return nbytes
+
+        TokenLaunches.read_report = timed_report  # type: ignore[method-assign]
+        HostLoads._copy = timed_copy  # type: ignore[method-assign]
 
         def timed(*arguments: Any) -> Any:
             if active_graph() is not None:  # in the place of a launch
@@ -178,6 +199,8 @@ class Clock:
 
         def remove() -> None:
             forward._forward, GraphPass._replay = inner, replay  # type: ignore[method-assign]
+            TokenLaunches.read_report = read_report  # type: ignore[method-assign]
+            HostLoads._copy = copy  # type: ignore[method-assign]
             vars(decoder).pop("forward", None)
 
         forward._forward, self.remove = timed, remove
@@ -228,8 +251,8 @@ def measure(
     each = launches.count / max(1, len(hits) + len(misses) + len(whole) * layers)
     return [
         f"{setup.capacity}", f"{ratio:.1%}",
-        *map(middle, (hits, clock.deferred, misses, rest, whole)), f"{each:.1f}",
-        f"{len(hits)}", f"{len(misses)}", f"{len(whole)}",
+        *map(middle, (hits, clock.deferred, misses, clock.to_copy, rest, whole)),
+        f"{each:.1f}", f"{len(hits)}", f"{len(misses)}", f"{len(whole)}",
     ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from greenroom.errors import ClosedError
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.cuda.ids import to_host
 from greenroom.runtime.cuda.token_graph import active_graph
-from greenroom.runtime.driver.deferred_steps import ComputedStep
+from greenroom.runtime.driver.device_steps import ComputedStep
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.dense.decoder import ExpertsKey

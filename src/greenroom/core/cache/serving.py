@@ -165,7 +165,7 @@ def load(
     memory_slots: Ints,
     out: Ints,
 ) -> int:
-    """Serve steps as `serve` does, if the missing experts of the last one are in host memory.
+    """Serve steps like `serve`, if the last one's missing experts are in host memory.
 
     host_slot_of: for each piece its slot in host memory, or -1
     memory_slots: for each cache slot its slot in memory

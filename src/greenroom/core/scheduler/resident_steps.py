@@ -14,10 +14,11 @@ from greenroom.core.transfers.transfers import Transfers
 
 
 class Load(NamedTuple):
-    """A missing expert of a step, with its slot in host memory and the slot that it gets.
+    """A step's missing expert, which moves from host memory to a slot.
 
-    piece: the expert's id in the model
-    slot:  the device's slot
+    piece:     the expert's id in the model
+    slot:      the slot that it gets
+    host_slot: its slot in host memory
     """
 
     piece: int
@@ -46,7 +47,9 @@ class ResidentSteps:
     ) -> None:
         """Connect the scheduler's parts; `needs_events`: its options decide about every step."""
         self._placement, self._transfers, self._counts = placement, transfers, counts
-        self._prefetcher, self._pin = prefetcher, pin
+        self._prefetcher, policy = prefetcher, placement.cache.policy
+        # The policy needs no rows or gate weights, and inserts what is missing.
+        self._can_load = pin == "step" and not policy.weighs and policy.preload is None
         self._lookahead, self._idle = prefetcher.lookahead, prefetcher.idle
         self._needs_events, self._layers = needs_events, placement.pieces.layers
         self._is_lru = placement.cache.policy.name == "lru"
@@ -59,22 +62,20 @@ class ResidentSteps:
         """
         if self.path is not None:
             return self.path.step(event.experts)
-        placement, experts = self._placement, event.experts
-        if (
-            placement.buffer.size
-            or self._decides_more()
-            or -1 in placement.cache.state.slot_of[experts].tolist()
-        ):
+        placement = self._placement
+        if placement.buffer.size or self._decides_more():
             return None
-        served = placement.cache.serve(
-            experts, event.step * self._layers + event.layer, "none", request=event.request,
-            prefill=event.prefill, rows=event.rows, weights=event.weights,
+        slots = placement.cache.serve_hits(
+            event.experts, event.layer, event.step, event.request, event.prefill, event.rows,
+            event.weights,
         )  # fmt: skip
+        if slots is None:
+            return None
         self._counts.steps += 1
-        self._counts.requests += experts.size
-        self._counts.hits += experts.size
-        slots: Ints = placement.tier_slots[served.slots]
-        return slots
+        self._counts.requests += slots.size
+        self._counts.hits += slots.size
+        place: Ints = placement.tier_slots[slots]
+        return place
 
     def _decides_more(self) -> bool:
         """Tell whether more than the eviction policy decides about the next step."""
@@ -100,10 +101,8 @@ class ResidentSteps:
         if (
             host is None
             or event.prefill
-            or self._pin != "step"
+            or not self._can_load
             or self._decides_more()
-            or cache.policy.weighs  # rows or gate weights
-            or cache.policy.preload is not None  # it inserts nothing
             or cache.pinned_set.size
             or not event.experts.size
         ):
@@ -113,8 +112,10 @@ class ResidentSteps:
             if (host.slot_of[event.experts[absent]] < 0).any() or not cache.fits(event.experts):
                 return None
             self._prefetcher.routed(event, now)
-        clock = event.step * self._layers + event.layer
-        served = cache.load(event.experts, clock, event.request, host.slot_of, placement.tier_slots)
+        served = cache.load(
+            event.experts, event.layer, event.step, event.request, host.slot_of,
+            placement.tier_slots,
+        )  # fmt: skip
         if served is None:
             return None
         slots, hits, _, host_slots = served

@@ -109,7 +109,7 @@ class SlotTable:
                 self.changes[expert] = ABSENT
 
     def insert(self, expert: int, slot: int) -> None:
-        """Record that a slot has all bytes of an expert, or a copy in order with look-ups."""
+        """Record that a slot has an expert's bytes, before the next look-up at the latest."""
         offset = self._offsets.get(slot)
         if offset is None:
             offset = (self._slots.address(slot) - self._slots.address(0)) // UNIT

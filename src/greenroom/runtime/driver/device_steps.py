@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from greenroom.core.events import Routed
 from greenroom.core.predictor import LayerRouting
-from greenroom.runtime.driver.deferred_steps import ComputedStep
-from greenroom.runtime.driver.host_loads import HostLoads
+from greenroom.runtime.cuda.host_loads import HostLoads
 
 if TYPE_CHECKING:  # it has a `DeviceSteps`
     from greenroom.runtime.driver.driver import Driver
+
+
+class ComputedStep(NamedTuple):
+    """A step of one token that a device has computed from slots.
+
+    experts: returns the step's experts, as ids within the layer, ascending
+    serve:   lets the scheduler serve the step
+    """
+
+    layer: int
+    experts: Callable[[], list[int]]
+    serve: Callable[[], None]
+
+
+class DeferredSteps(threading.local):
+    """The calling thread's steps that were computed, and that the scheduler has yet to serve.
+
+    They are of one pass. They are served before the thread asks anything else of the scheduler,
+    which therefore decides as if it had served them at once. The device computes later layers
+    meanwhile.
+    """
+
+    def __init__(self, serve_together: Callable[[Sequence[ComputedStep]], int]) -> None:
+        """Begin without steps; `serve_together` serves the first ones, returns how many."""
+        self._serve_together, self._steps = serve_together, list[ComputedStep]()
+
+    def add(self, step: ComputedStep) -> None:
+        """Add a step, to be served after those before."""
+        if self._steps and step.layer <= self._steps[-1].layer:
+            self.settle()
+        self._steps.append(step)
+
+    def settle(self) -> None:
+        """Serve all steps."""
+        if self._steps:
+            steps, self._steps = self._steps, []
+            for step in steps[self._serve_together(steps) :]:
+                step.serve()
 
 
 class DeviceSteps:
@@ -67,7 +105,7 @@ class DeviceSteps:
         compute: Callable[[], object],
         observe_routing: Callable[[bool], LayerRouting],
     ) -> bool:
-        """Serve a step whose missing experts are in host memory, and launch all that it needs.
+        """Serve a step whose missing experts are in host memory, and launch their copies.
 
         experts: those of the layer that the token chose, ascending
         compute: launches the computation of the missing experts, which are in slots by then
@@ -93,6 +131,7 @@ class DeviceSteps:
                     raise
                 self._count(event)  # while experts are on their way
                 driver.miss_counts[layer] += len(missing)
+                self._count_ended(loads)
             if driver.predictions.enabled:
                 driver.predictions.reached(event.step, layer)
                 driver.predictions.routed(layer, observe_routing)
@@ -102,7 +141,14 @@ class DeviceSteps:
         """Count the bytes and seconds of the launched copies that have ended."""
         if self._loads is not None:
             with self._driver.lock:
-                self._loads.count()
+                self._count_ended(self._loads)
+
+    def _count_ended(self, loads: HostLoads) -> None:
+        meter = self._driver.meter
+        for layer, nbytes, seconds in loads.take_ended():
+            meter.links[-1].nbytes += nbytes
+            meter.links[-1].busy_s += seconds
+            meter.add_stall(layer, "miss", seconds)
 
     def _event(self, layer: int, experts: Sequence[int]) -> Routed:
         """Return the event of the next step, of a layer in this pass or the next one."""

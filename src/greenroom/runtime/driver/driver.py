@@ -31,14 +31,13 @@ from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.runtime.cuda.host import HostMemory
+from greenroom.runtime.cuda.host_loads import HostLoads
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver.action_queue import ActionQueue
 from greenroom.runtime.driver.copier import Copier, Failure, Store, read_error
-from greenroom.runtime.driver.deferred_steps import DeferredSteps
-from greenroom.runtime.driver.device_steps import DeviceSteps
+from greenroom.runtime.driver.device_steps import DeferredSteps, DeviceSteps
 from greenroom.runtime.driver.fair_lock import FairLock
-from greenroom.runtime.driver.host_loads import HostLoads
 from greenroom.runtime.driver.host_worker import HostWorker, Job
 from greenroom.runtime.driver.meter import Meter, stall_cause
 from greenroom.runtime.driver.passes import Passes
@@ -93,7 +92,7 @@ class Driver:
         loads = None
         if slot_table is not None and host_memory is not None:
             assert isinstance(slots, DeviceSlots)
-            loads = HostLoads(store, slots, host_memory, slot_table, self.meter)
+            loads = HostLoads(store.chunks, slots, host_memory, slot_table)
         self.device_steps = DeviceSteps(self, loads)
         self.deferred = DeferredSteps(self.device_steps.serve)
         self._host: HostWorker | None = None

@@ -195,9 +195,9 @@ class TokenLaunches:
         with self._table.lock, self._on_device:
             self._follow_stream()
             for number, expert in enumerate(experts):
-                found = self._table.slot_of(self._first + expert)
-                if found < 0 or (slots is not None and found != slots[number]):
-                    raise DeviceError(f"the table of slots has expert {expert} in slot {found}")
+                slot = self._table.slot_of(self._first + expert)
+                if slot < 0 or (slots is not None and slot != slots[number]):
+                    raise DeviceError(f"the table of slots has expert {expert} in slot {slot}")
             self._hand_over_changes()
             self._look_up_by(self._sequences[1])
             self._table.changes.clear()
@@ -207,15 +207,15 @@ class TokenLaunches:
 
         The last one that was given any has run: this token's report was read after it.
         """
-        changes, there = self._table.changes, self._changes
-        if 2 * len(changes) > len(there):
+        changes, numbers = self._table.changes, self._changes
+        if 2 * len(changes) > len(numbers):
             self._table.write_changes()
         end = 0
         for expert, offset in changes.items():  # a slice of NumPy's takes longer
-            there[end], there[end + 1] = expert, offset
+            numbers[end], numbers[end + 1] = expert, offset
             end += 2
         for unused in range(end, self._changed, 2):
-            there[unused] = -1
+            numbers[unused] = -1
         self._changed = end
 
     def result(self) -> Tensor:

@@ -14,10 +14,9 @@ from greenroom.core.layout import Copy
 from greenroom.core.scheduler.resident_steps import Load
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory
+from greenroom.runtime.cuda.host_loads import HostLoads
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
-from greenroom.runtime.driver.host_loads import HostLoads
-from greenroom.runtime.driver.meter import Meter
 from greenroom.runtime.slots.tier import ABSENT
 from greenroom.runtime.store.disk import DiskStore, Staging
 
@@ -67,8 +66,7 @@ class Rig:
         self.memory = HostMemory(self.engine, self.chunks, 2, len(in_host))
         self.slots = DeviceSlots(self.engine, SLOTS, catalog.slot_bytes, SLOTS)
         self.table = SlotTable(self.engine, self.slots, [len(each) for each in self.chunks])
-        self.meter = Meter.for_lanes((1, 1), layers=2)
-        self.loads = HostLoads(self.store, self.slots, self.memory, self.table, self.meter)
+        self.loads = HostLoads(self.store.chunks, self.slots, self.memory, self.table)
         for slot, expert in enumerate(in_host):
             self.read(expert, slot)
         self.engine.did.clear()
@@ -189,24 +187,16 @@ def test_bytes_of_other_forms_have_no_plain_ranges(rig):
     assert rig.slots.plain_ranges([((plain, cast), data, 0)]) is None
 
 
-def test_seconds_of_copies_are_counted_when_they_are_known(rig):
+def test_seconds_of_copies_are_said_when_they_are_known(rig):
     rig.engine.times = {0: 1.0}
     rig.launch((2, 0, 1))
-    rig.loads.count()
-    assert rig.meter.links[-1].nbytes == 0
+    assert [*rig.loads.take_ended()] == []
     rig.launch((5, 1, 0), (7, 2, 2))
-    assert rig.meter.links[-1].nbytes == 0
-    rig.engine.times = {0: 1.0, 1: 1.5, 2: 2.0}
-    rig.loads.count()
-    link = rig.meter.links[-1]
-    assert (link.nbytes, link.busy_s) == (rig.nbytes(2), 0.5)
+    rig.engine.times |= {1: 1.5, 2: 2.0}
+    assert [*rig.loads.take_ended()] == [(1, rig.nbytes(2), 0.5)]
     rig.engine.times[3] = 2.25
-    rig.loads.count()
-    rig.loads.count()
-    assert (link.nbytes, link.busy_s) == (3 * rig.nbytes(2), 0.75)
-    assert rig.meter.stalls == {"miss": 0.75, "late": 0, "prefill": 0}
-    assert rig.meter.layer_stalls == [0, 0.75]
-    assert rig.meter.links[0].nbytes == 0
+    assert [*rig.loads.take_ended()] == [(1, 2 * rig.nbytes(2), 0.25)]
+    assert [*rig.loads.take_ended()] == []
 
 
 @pytest.mark.parametrize("at", ["copies", "computation"])

@@ -1,4 +1,4 @@
-"""Copies of experts from host memory to slots of a GPU, in order with the computation.
+"""Copies of experts from host memory to slots, in order with the computation.
 
 The thread that computes launches them on its own stream: they begin when all is done that it has
 launched before, and what it launches next finds the experts in their slots. So it waits for
@@ -9,7 +9,7 @@ is served; the times of the copies are known by then.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +20,7 @@ from greenroom.core.scheduler.resident_steps import Load
 from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
-from greenroom.runtime.driver.copier import Store
-from greenroom.runtime.driver.meter import Meter
+from greenroom.runtime.store.disk import Chunk
 
 
 class Copies(NamedTuple):
@@ -58,21 +57,19 @@ class HostLoads:
 
     def __init__(
         self,
-        store: Store,
+        chunks_of: Callable[[int], Sequence[Chunk]],
         slots: DeviceSlots,
         host_memory: HostMemory,
         table: SlotTable,
-        meter: Meter,
     ) -> None:
-        """Connect the memories; `meter` counts the bytes and seconds of the last link."""
-        self._store, self._slots, self._host_memory = store, slots, host_memory
-        self._table, self._engine, self._meter = table, table.engine, meter
+        """Connect the memories; `chunks_of(expert)` returns an expert's chunks."""
+        self._chunks_of, self._slots, self._host_memory = chunks_of, slots, host_memory
+        self._table, self._engine = table, table.engine
         self._launched = deque[Copies]()  # whose times are not counted yet
 
     def launch(self, layer: int, loads: Sequence[Load], compute: Callable[[], object]) -> None:
         """Launch the copies of a step's missing experts, then its computation by `compute`."""
         table, slots = self._table, self._slots
-        self.count()
         numbers = [load.slot for load in loads]
         with table.lock:  # no other thread launches work in between
             table.follow_stream()
@@ -106,7 +103,7 @@ class HostLoads:
 
     def _plan(self, load: Load) -> Plan:
         """Plan the copies of an expert from its slot in host memory."""
-        chunks = self._store.chunks(load.piece)
+        chunks = self._chunks_of(load.piece)
         sources = [
             self._host_memory.slot_source(load.host_slot, number, chunk)
             for number, chunk in enumerate(chunks)
@@ -114,17 +111,14 @@ class HostLoads:
         nbytes = sum(chunk.length for chunk in chunks)
         return Plan(nbytes, sources, self._slots.plain_ranges(sources))
 
-    def count(self) -> None:
-        """Count the bytes and seconds of copies that have ended, as the last link's.
+    def take_ended(self) -> Iterator[tuple[int, int, float]]:
+        """Yield (layer, bytes, seconds) of the copies that have ended since the last call.
 
         The device computes nothing meanwhile, so their seconds are stalls.
         """
-        link = self._meter.links[-1]
         while self._launched:
             layer, nbytes, begin, end = self._launched[0]
             if (seconds := self._engine.seconds_between(begin, end)) is None:
                 return
             self._launched.popleft()
-            link.nbytes += nbytes
-            link.busy_s += seconds
-            self._meter.add_stall(layer, "miss", seconds)
+            yield layer, nbytes, seconds
