@@ -28,8 +28,9 @@ LAYERS, EXPERTS = 2, 6
 OFFSETS = [0, 6, 12]
 
 
-def pieces(chunks: int = 1, devices: int = 1) -> Pieces:
-    return Pieces.unsplit(OFFSETS, [100] * LAYERS, [chunks] * OFFSETS[-1], devices)
+def pieces(chunks: int = 1, devices: int = 1, placement: str = "experts") -> Pieces:
+    every = [chunks] * OFFSETS[-1]
+    return Pieces.unsplit(OFFSETS, [100] * LAYERS, every, devices, placement=placement)
 
 
 def ids(*experts: int) -> np.ndarray:

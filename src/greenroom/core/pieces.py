@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
+from greenroom.core.config.base import EXPERTS
 from greenroom.core.home_devices import home_devices, slots_per_device
 from greenroom.errors import UsageError
 
@@ -156,6 +158,8 @@ class Pieces:
     chunks:      the number of chunks in which each piece is transferred
     home_device: the device on which each piece has its slot, of `devices` devices; some may be
                  spare, and a running cache can change them (`Placement`)
+    placement:   whether the experts of each layer are spread over devices, or layers are
+                 (`home_devices`)
 
     Pieces 0 to experts - 1 have the experts' dense ids: unsplit or exact experts, or top segments.
     Then follows the bottom segment or the low-precision copy of each expert, if experts are split
@@ -168,6 +172,7 @@ class Pieces:
     chunks: Ints
     home_device: Ints
     devices: int = 1
+    placement: str = EXPERTS
     split: Split | None = None
     copies: Copies | None = None
 
@@ -179,6 +184,7 @@ class Pieces:
         chunks: Sequence[int] | None = None,
         devices: int = 1,
         active: Sequence[int] | None = None,
+        placement: str = EXPERTS,
     ) -> Pieces:
         """Make the pieces of a model whose experts are not split: one piece for each expert.
 
@@ -186,10 +192,11 @@ class Pieces:
         nbytes:  the size of an expert, by layer
         chunks:  the number of transfers of each piece (default: 1)
         active:  the devices that have experts (default: all)
+        placement: of experts on devices (see `home_devices`)
 
         A piece has the id of its expert.
         """
-        return cls._of(offsets, (nbytes,), chunks, devices, active)
+        return cls._of(offsets, (nbytes,), chunks, devices, active, placement)
 
     @classmethod
     def with_split(
@@ -222,6 +229,7 @@ class Pieces:
         chunks: Sequence[int] | None,
         devices: int = 1,
         active: Sequence[int] | None = None,
+        placement: str = EXPERTS,
     ) -> Pieces:
         """Make pieces of several kinds, one of each kind for every expert.
 
@@ -229,13 +237,15 @@ class Pieces:
         """
         layer = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         ones = np.ones(len(nbytes) * layer.size, np.int64)
+        home = home_devices(offsets, active or range(devices), placement)
         return cls(
             offsets=tuple(offsets),
             layer=np.tile(layer, len(nbytes)),
             nbytes=np.asarray(nbytes, np.int64)[:, layer].ravel(),
             chunks=np.asarray(ones if chunks is None else chunks, np.int64),
-            home_device=np.tile(home_devices(offsets, active or range(devices)), len(nbytes)),
+            home_device=np.tile(home, len(nbytes)),
             devices=devices,
+            placement=placement,
         )
 
     @property
@@ -286,8 +296,26 @@ class Pieces:
 
         UsageError for a number of devices that cannot have all experts.
         """
-        home = np.tile(home_devices(self.offsets, active), len(self) // self.experts)
-        return replace(self, home_device=home)
+        home = home_devices(self.offsets, active, self.placement)
+        return replace(self, home_device=np.tile(home, len(self) // self.experts))
+
+    @property
+    def equal_devices(self) -> Fraction:
+        """Return how many devices, each with the largest one's share, would have all experts.
+
+        Memory for n slots on each device is enough for n times as many slots in all. The number is
+        a fraction where some devices have a layer more than others.
+        """
+        if self.placement == EXPERTS:
+            return Fraction(len(self.active_devices))
+        return Fraction(self.experts, int(self._experts_per_device.max()))
+
+    def layers_beside(self, layer: int) -> int:
+        """Count the layers whose experts are on the same devices as a layer's."""
+        if self.placement == EXPERTS:
+            return self.layers
+        home = self.home_device[list(self.offsets[:-1])]
+        return int((home == home[layer]).sum())
 
     @property
     def layers(self) -> int:

@@ -57,6 +57,42 @@ def test_devices_come_and_go_and_the_text_stays(options: dict[str, Any]) -> None
         assert min(links.values()) > 0
 
 
+@pytest.mark.parametrize(
+    "options", [{"cache": "50%"}, {"cache": "50%", "scope": "per-layer"}, {"memory": "2GiB"}]
+)  # fmt: skip
+def test_whole_layers_move_when_devices_come_and_go(options: dict[str, Any]) -> None:
+    """Three layers of 8 experts on one or two devices: the second one has layers 1 and 2."""
+    folder = cached_tiny("qwen3_moe", tokenizer=True, num_hidden_layers=3, mlp_only_layers=[])
+    want = reference(folder).generate(ids(1, 5), **OPTIONS)
+    model, _ = greenroom.load(
+        str(folder), kernels="eager", device="fake,fake", spare_devices=1,
+        device_placement="layers", **options,
+    )  # fmt: skip
+    try:
+        driver = model.greenroom.driver
+        sizes = {1: [12, 0], 2: [6, 12]} if "cache" in options else {1: [24, 0], 2: [8, 16]}
+        for count in (1, 2, 1, 2):
+            model.greenroom.use_devices(",".join(["fake"] * count))
+            assert driver.pieces.home_device[::8].tolist() == ([0] * 3 if count == 1 else [0, 1, 1])
+            assert slots(model) == sizes[count]
+            assert torch.equal(model.generate(ids(1, 5), **OPTIONS), want)
+    finally:
+        model.greenroom.detach()
+
+
+def test_more_devices_than_layers_cannot_have_whole_ones() -> None:
+    with loaded(**THREE, cache="50%", device_placement="layers") as model:
+        with pytest.raises(UsageError, match="2 MoE layers can be placed on 1 to 2 devices, not 3"):
+            model.greenroom.use_devices("fake,fake,fake")
+        assert slots(model) == [4, 4, 0]
+        assert torch.equal(model.generate(ids(1, 5), **OPTIONS), expected())
+
+
+def test_a_placement_needs_several_devices() -> None:
+    with pytest.raises(UsageError, match="--device-placement layers needs several GPUs: name them"):
+        LoadConfig(device="cuda", device_placement="layers")
+
+
 def test_a_device_that_went_gets_no_expert() -> None:
     with loaded(**THREE, cache="50%") as model:
         model.greenroom.use_devices("fake")

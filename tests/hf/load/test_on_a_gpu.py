@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from greenroom.hf.load.report import startup_line
 from greenroom.hf.pack.packing import pack
 from greenroom.runtime.cuda import slots
 from tests import gguf_models
-from tests.emulated_gpu import emulated_gpus
+from tests.emulated_gpu import EmulatedGpu, emulated_gpus
 from tests.hf.conftest import one_line
 from tests.hf.memory.test_precision import with_copies
 from tests.hf.memory.test_split import packed, source
@@ -101,6 +102,7 @@ EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 ON_TWO = "host tier", "next-gate", "biases", "nested copies"
+PLACED = "host tier", "next-gate", "biases", "per layer"
 
 
 @pytest.mark.parametrize(
@@ -116,6 +118,39 @@ def test_exact_options_have_the_tokens_of_a_cpu(name: str, device: str) -> None:
     assert stats.expert_requests > 0
     if name == "next-gate":
         assert stats.prefetch["useful"] > 0
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_whole_layers_on_each_gpu_have_the_tokens_of_a_cpu(name: str) -> None:
+    make, options = EXACT[name]
+    tokens, stats = generated(make(), TWO, **options, device_placement="layers")
+    assert tokens == expected(make(), {"cache": "100%"})
+    *_, first, second = (link["bytes"] for link in stats.links)
+    assert min(first, second) > 0
+
+
+def test_the_placement_is_planned_by_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of a few KiB: a visit to a second GPU takes longer than anything else."""
+    whole = r"· whole layers on each GPU: a token's experts take about"
+    unknown = r"· layers' experts spread, since RTX 1 is not among `greenroom list --gpus`"
+    for name, shown, size in (
+        ("NVIDIA H100 80GB HBM3", whole, {"cache": "100%"}),
+        ("NVIDIA GeForce RTX 4090", whole, {"memory": "1GiB", "context": 64}),
+        ("RTX 1", unknown, {"cache": "100%"}),
+    ):
+        options: dict[str, Any] = {"kernels": "eager", "device": TWO, **size}
+        monkeypatch.setattr(EmulatedGpu, "name", name)
+        model, _ = greenroom.load(str(tiny()), **options)
+        try:
+            home = model.greenroom.driver.pieces.home_device.tolist()
+            assert (home == [0] * 8 + [1] * 8) == ("whole" in shown)
+            assert model.greenroom.capacity == 16
+            config = LoadConfig(**options)
+            assert re.search(shown, startup_line("tiny", model, config, verbose=True))
+            short = startup_line("tiny", model, config)
+            assert ("whole layers on each GPU" in short) == ("whole" in shown)
+        finally:
+            model.greenroom.detach()
 
 
 @pytest.mark.parametrize(("kv", "device"), [("int8", TWO), ("int4", ONE)])

@@ -151,6 +151,21 @@ def test_a_step_may_use_only_one_device(named, home):
     assert torch.equal(compute(over, first, at, x, index, weights), want)
 
 
+def test_a_layer_on_the_second_device_is_summed_there():
+    over, first, at = spread("qwen3_moe", make_kernel("eager"))
+    x, index, weights = inputs(torch.bfloat16, 2, top_k=2, hidden=HIDDEN)
+    index[:] = torch.tensor([[1, 3], [5, 1]])
+    step = over.begin(first, x, Routing.of(index.numpy(), TOYS), weights)
+    step.compute_group([1, 3, 5], [at[1], at[3], at[5]])
+    assert step.total().any()
+    assert set(step._steps) == {1}  # nothing was begun on the first one
+    step = over.begin(first, x, Routing.of(index.numpy(), TOYS), weights)
+    step.compute_group([1, 3, 5], [at[1], at[3], at[5]])
+    step.main_step.skip_experts([])  # the host has added outputs there
+    step.total()
+    assert set(step._steps) == {0, 1}
+
+
 def test_a_step_without_experts_returns_zeros():
     over, first, _ = spread("qwen3_moe", make_kernel("eager"))
     x, index, weights = inputs(torch.bfloat16, 2, hidden=HIDDEN)

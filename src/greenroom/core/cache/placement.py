@@ -151,13 +151,13 @@ class Placement:
     def prompt_share(self, layer: int) -> int:
         """Return how many missing experts of one layer of a prompt the cache may insert.
 
-        The number is the layer's share of the slots, less its residents. Layers that share all
-        slots have equal shares.
+        The number is the layer's share of the slots, less its residents. Layers that share slots
+        have equal shares of them.
         """
         state, pieces = self.cache.state, slice(*self.pieces.offsets[layer : layer + 2])
         room = self.cache.room(layer)
         if self.cache.scope == "shared":
-            room = -(-room // self.pieces.layers)
+            room = -(-room // self.pieces.layers_beside(layer))
         return max(0, room - int((state.slot_of[pieces] >= 0).sum()))
 
     # ---- resizing

@@ -85,7 +85,9 @@ def least_capacity(pieces: Pieces, scope: Scope) -> int:
     check_scope(scope, pieces.layers)
     if pieces.split is None:
         for_copies = pieces.copies.reserved if pieces.copies is not None else 0
-        groups = len(pieces.active_devices) * (1 if scope == "shared" else pieces.layers)
+        groups = len(pieces.active_devices)
+        if scope != "shared":  # each device has a group for each layer that it has experts of
+            groups = np.unique(pieces.layer * pieces.devices + pieces.home_device).size
         return groups + for_copies
     tops = pieces.split.tops
     least = max(tops) if scope == "shared" else sum(tops)

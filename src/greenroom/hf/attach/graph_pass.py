@@ -23,24 +23,21 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import output_capturing
 
 from greenroom.hf.attach.token_attention import (
-    SDPA,
     GraphCache,
     replace_attention,
     restore_attention,
 )
 from greenroom.hf.kv.cache import GrowingLayer
 from greenroom.hf.kv.single_token import count_token, token_buffers
+from greenroom.hf.model.graph_decoder import graph_decoder
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.token_graph import Buffers, NoGraph, TokenGraph
 from greenroom.runtime.forward import BINDING, Binding
 from greenroom.runtime.kernels.dense.module_check import GLOBAL_HOOKS
-from greenroom.runtime.kernels.resident.decode_pass import ARGUMENTS, kind_of, sees_all_tokens
+from greenroom.runtime.kernels.resident.decode_pass import ARGUMENTS
 from greenroom.runtime.kernels.triton.token_attention import attend_to_all, is_supported
 from greenroom.runtime.slots.resident_tables import SlotTables
 
-PARTS = {"embedding", "rotary", "norm", "layers"}  # a decoder that consists of others is left alone
-# Rotary embeddings whose tables do not depend on the longest position so far.
-ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
 HIDDEN, CACHE = "last_hidden_state", "past_key_values"  # fields of a decoder's result
 
 log = logging.getLogger(__name__)
@@ -115,12 +112,10 @@ class GraphPass:
         modules: the model's experts modules; the other arguments are those of `GraphPass`
         """
         bindings: list[Binding] = [getattr(module, BINDING) for module in modules]
-        for decoder in model.modules():
-            kinds = [kind_of(part) for part in decoder._modules.values() if part is not None]
-            fits = sorted(kinds) == sorted(PARTS) and set(modules) <= set(decoder.modules())
-            if fits and _can_be_graph(decoder.config):
-                return GraphPass(decoder, bindings, engine, top_k, room, exact)
-        return None
+        decoder = graph_decoder(model, modules)
+        if decoder is None:
+            return None
+        return GraphPass(decoder, bindings, engine, top_k, room, exact)
 
     def compile(self) -> None:
         """Compile the attention of single tokens now, by a trial computation."""
@@ -278,12 +273,3 @@ class GraphPass:
         if (observe := self._bindings[0].on_routing) is not None:
             for layer, experts in zip(layers, chosen, strict=True):
                 observe(layer, experts[None].copy())
-
-
-def _can_be_graph(config: Any) -> bool:
-    """Tell whether a decoder's configuration has only what a graph can compute."""
-    if config._attn_implementation != SDPA or not sees_all_tokens(config):
-        return False
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type", "default")}
-    return kinds <= ROTARY and not any(isinstance(value, dict) for value in rope.values())

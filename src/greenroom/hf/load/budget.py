@@ -14,6 +14,7 @@ from greenroom.core.home_devices import spread
 from greenroom.core.transfers.queue import count_staging_slots
 from greenroom.errors import UsageError
 from greenroom.hf.load.describe import Description
+from greenroom.hf.load.placement import placement_of
 from greenroom.hf.memory.budget import DeviceBudget, budget_bytes, host_slots
 from greenroom.hf.memory.devices import COMPILED, engines_for, lanes_of
 from greenroom.hf.memory.setup import ModelSetup
@@ -67,6 +68,10 @@ def budget_for(
         memory = None if config.cache is not None else config.memory
         active = engines[: setup.active_devices]
         gpu = DeviceBudget(memory, lambda: min(each.memory() for each in active))
+    placement = placement_of(description, setup, config, gpu, engines[0] if engines else None)
+    if placement != setup.placement:
+        setup = replace(setup, placement=placement)
+        setup = replace(setup, capacity=least_slots(setup))
     if engines or config.host_memory is not None:
         setup = with_host_tier(setup, config)
     catalog = description.skeleton.catalog
@@ -84,7 +89,7 @@ def budget_for(
     if gpu:
         options = {
             "label": gpu.LABEL,
-            "devices": setup.active_devices,
+            "devices": pieces_of(setup).equal_devices,
             "release": engines[0].release,
         }
     slot_budget = description.slot_budget(

@@ -23,6 +23,7 @@ from greenroom.hf.memory.budget import MemoryNeeds, Workspace, experts_per_token
 from greenroom.hf.memory.devices import COMPILED
 from greenroom.hf.memory.prompt_block import prompt_block
 from greenroom.hf.memory.slot_budget import SlotBudget
+from greenroom.hf.model.graph_decoder import graph_decoder
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.hf.mtp.layer import mtp_layer_of
 from greenroom.hf.variants.index import adapters_of
@@ -191,7 +192,17 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
         low=low,
         nested=nested,
         segments=isinstance(catalog, PackCatalog) and any(x.segments for x in catalog.layouts),
+        token_graph=_has_token_graph(skeleton, config),
     )
+
+
+def _has_token_graph(skeleton: ModelSkeleton, config: LoadConfig) -> bool:
+    """Tell whether a pass of one token is one CUDA graph on a GPU that has all experts."""
+    catalog, plain_keys = skeleton.catalog, config.kv == "dynamic"
+    modules = [skeleton.model.get_submodule(name) for name in catalog.layers]
+    segments = any(layout.segments for layout in catalog.layouts)
+    exact = skeleton.variants is None and not segments
+    return plain_keys and exact and graph_decoder(skeleton.model, modules) is not None
 
 
 def unread_bytes(skeleton: ModelSkeleton) -> int:

@@ -46,7 +46,7 @@ def load(
     readers: int = 4, direct: str = "auto", repack: str | None = None, dtype: str = "auto",
     read_limit: str | int | None = None, config: str | None = None, threads: int | None = None,
     adapter: str | tuple[str, ...] | None = None, only_experts: str | None = None,
-    spare_devices: int = 0
+    spare_devices: int = 0, device_placement: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
@@ -61,7 +61,7 @@ def load(
     kv: type of the KV cache: dynamic, offloaded; int8 or int4, which change the output
     disk_tables: least size of an input embedding that stays on disk, "64MiB", or "off"
     device: auto (cuda if torch has it), cpu, cuda, "cuda:0,cuda:1", fake (for tests)
-    spare_devices: how many of several GPUs have no experts until `model.greenroom.use_devices`
+    spare_devices, device_placement: GPUs without experts at first; experts or layers on each, auto
     dtype: dtype to compute in: auto (that of the checkpoint), bfloat16, float16, float32
     kernels: code for experts: auto, eager (as transformers), native, precise, rounded, triton
     config: of a GGUF file, the folder, file or hub id with the original config and tokenizer

@@ -89,7 +89,9 @@ def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
         return Pieces.with_split(catalog.offsets, setup.split, chunks)
     nbytes = [layout.nbytes for layout in catalog.layouts]
     active = range(setup.active_devices)
-    return Pieces.unsplit(catalog.offsets, nbytes, chunks, len(setup.devices), active)
+    return Pieces.unsplit(
+        catalog.offsets, nbytes, chunks, len(setup.devices), active, setup.placement.name
+    )
 
 
 def _check_parts(setup: ModelSetup) -> None:

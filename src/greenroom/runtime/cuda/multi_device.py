@@ -3,7 +3,8 @@
 Slot `n * devices + d` of the cache is slot n of device d. Dense layers are on the first device. An
 expert group is computed on the devices that have its experts in their slots; each device gets the
 layer's inputs once. The outputs are copied to the first device, which sums over a token's experts
-in the order of their ids. So the result is bit for bit that of computation on one device.
+in the order of their ids. If one device computes all experts of a step, it sums itself, in the same
+order. So the result is bit for bit that of computation on one device.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ class MultiDeviceStep(base.KernelStep):
         return self._device_step(0)
 
     def total(self) -> Tensor:
+        if len(self._steps) == 1 and 0 not in self._steps:  # a whole layer: only its sum returns
+            (only,) = self._steps.values()
+            return only.total().to(self._devices[0], non_blocking=True)
         others = {device: computed for device, computed in self._experts.items() if device}
         if others and 0 not in self._experts:
             self.main_step.compute_group([], [])  # some kernels send the routing with it
