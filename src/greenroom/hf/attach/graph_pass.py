@@ -264,23 +264,22 @@ class GraphPass:
 
         def find(tables: SlotTables) -> Sequence[int]:
             results.append(graph.replay(lambda: self._decode(graph)))
-            reports = graph.read_reports()
-            if not graph.mask_is_full or not np.bitwise_and.reduce(reports, axis=None) & 1:
+            if not graph.read_reports() or not graph.mask_is_full:
                 return ()
-            self._record(reports >> 1, graph.moe_layers)
-            return [reports.shape[1]] * len(reports)
+            self._record(chosen := graph.chosen, graph.moe_layers)
+            return [chosen.shape[1]] * len(chosen)
 
         if not self._driver.resident_steps(graph.moe_layers, find):
             return None
         count_token(token.layers)
         return results[0]
 
-    def _record(self, chosen: NDArray[np.int64], layers: Sequence[int]) -> None:
+    def _record(self, chosen: NDArray[np.int32], layers: Sequence[int]) -> None:
         """Record the use of experts: chosen [MoE layers, top_k], in the order of `layers`."""
         self._driver.resident.record_use(chosen, layers)
         if (observe := self._bindings[0].on_routing) is not None:
             for layer, experts in zip(layers, chosen, strict=True):
-                observe(layer, experts[None].copy())
+                observe(layer, experts[None].astype(np.int64))
 
 
 def _does_nothing(hook: Any) -> bool:

@@ -145,10 +145,11 @@ class TokenAttention:
     is_latent: whether the module stores two vectors of a token
     """
 
+    _is_near: bool | None = None  # to the module's own function; None: not compared yet
+
     def __init__(self, module: nn.Module) -> None:
         """Take the place of a module's attention; `detach` gives it back."""
         self._module: Any = module
-        self._is_near: bool | None = None  # to the module's own function; None: not compared yet
         self._own_expand: Any = getattr(module, "expand_kv", None)
         names = "qk_nope_head_dim", "v_head_dim"
         self._widths: list[int] = [self._module.__dict__.get(name, 0) for name in names]

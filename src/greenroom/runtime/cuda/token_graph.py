@@ -8,8 +8,8 @@ of each layer writes its choice to the host's memory, as in a pass without a gra
 
 from __future__ import annotations
 
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -19,10 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.report import wait_for_report
 
-PATIENCE = 1000  # looks at the reports before the device is asked whether it still works
 # Makes the launches of a layer's experts, which report to a part of the host's memory: [top_k].
 MakeLaunches = Callable[[Tensor], Any]
 
@@ -105,7 +104,10 @@ class TokenGraph:
             self._hidden = torch.zeros_like(hidden)
             self._reports = engine.host_numbers(moe_layers * top_k)
             self._full = engine.host_numbers(1)  # 1: the mask has all tokens
-        self._report = self._reports.numpy().reshape(moe_layers, top_k)
+        self._all_reports, self._combined_reports = self._reports.numpy(), 0
+        # The lower half of each report: twice the expert, plus 1 if it was in a slot.
+        halves = self._all_reports.view(np.int32).reshape(moe_layers, top_k, 2)
+        self._found = halves[..., int(sys.byteorder == "big")]
         self._top_k, self._number, self._has_mask = top_k, 0, False
         self.shapes: list[tuple[tuple[int, int, int], int | None]] = []
         self.stamps, self.until = list[int](), 0
@@ -214,17 +216,28 @@ class TokenGraph:
         finally:
             _active.graph = None
 
-    def read_reports(self) -> NDArray[np.int64]:
-        """Wait for the reports of the last pass: [MoE layers, top_k], in the order of launches.
+    def read_reports(self) -> bool:
+        """Wait for the reports of the last pass; tell whether all experts were in slots.
 
-        Each is twice the expert's number, plus 1 if the expert was in a slot. Raises DeviceError
-        if the device has done all work without a report.
+        Raises DeviceError if the device has done all work without a report.
         """
-        looks, number, stream = 0, self._number << 32, self._engine.current_stream()
-        while (report := self._report - number).min() < 0:  # reports of passes before are less
-            looks += 1
-            idle = looks % PATIENCE == 0 and self._engine.is_idle(stream)
-            if idle and (self._report - number).min() < 0:
-                raise DeviceError("the GPU failed: it has not reported a token's experts")
-            time.sleep(0)  # threads that move experts need Python's lock
-        return report
+        number, engine = self._number, self._engine
+        wait_for_report(
+            lambda: self._combined() >> 32 == number,
+            lambda: engine.is_idle(engine.current_stream()),
+        )
+        return bool(self._combined_reports & 1)
+
+    def _combined(self) -> int:
+        """Return the bits that all reports have.
+
+        Numbers of look-ups ascend: if one report is of an earlier one, so is the result.
+        """
+        # A small operation takes NumPy several microseconds, so this is the only one.
+        self._combined_reports = int(np.bitwise_and.reduce(self._all_reports))
+        return self._combined_reports
+
+    @property
+    def chosen(self) -> NDArray[np.int32]:
+        """Return the experts of the last pass: [MoE layers, top_k], in the order of launches."""
+        return self._found >> 1
