@@ -55,7 +55,7 @@ from greenroom.runtime.cuda.token_graph import active_graph
 from greenroom.runtime.kernels.triton import look_up, one_token, programs, token_attention
 from greenroom.runtime.slots.tier import ABSENT
 
-SHAPE = Shape(hidden=256, inner=128, layers=8, experts=64, top_k=8)
+SHAPE = Shape(hidden=64, inner=32, layers=8, experts=64, top_k=8)
 COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "graph us", "launches",
            "layers hit", "layers missed", "tokens as graphs")  # fmt: skip
 
@@ -67,21 +67,25 @@ class Launches:
         self.count, self.seconds = 0, 0.0
 
     def install(self) -> None:
-        nothing = Launch(self, lambda *_: None)
+        nothing = Launch(self, lambda *_, **constants: None)
         programs.project = one_token.project_one = nothing  # type: ignore[assignment]
-        programs.combine = Launch(self, lambda *arguments: arguments[3].zero_())  # type: ignore
+        programs.combine = Launch(self, lambda *arguments, **_: arguments[3].zero_())  # type: ignore
         look_up.look_up = Launch(self, write_report)  # type: ignore[assignment]
         token_attention.attend = token_attention.append = nothing  # type: ignore[assignment]
-        token_attention.merge = Launch(self, lambda *arguments: arguments[1].zero_())  # type: ignore
+        token_attention.merge = Launch(self, lambda *arguments, **_: arguments[1].zero_())  # type: ignore
         TokenAttention._is_near = True
 
 
 def write_report(
     index: Any, offsets: Any, tiles: Any, computed: Any, order: Any, report: Any, number: Any,
-    first: int, *_: Any,
+    changes: Any, first: int, *_: Any, AGAIN: bool = False, **constants: Any,
 ) -> None:  # fmt: skip
     """Do what `look_up` does for the host."""
     number += 1
+    if AGAIN:
+        changed = changes.view(-1, 2)
+        changed = changed[changed[:, 0] >= 0]
+        offsets[changed[:, 0]] = changed[:, 1]
     found = offsets[first + index[0]] > ABSENT
     report[:] = (number << 32) | (index[0] << 1) | found
 
@@ -98,7 +102,7 @@ class Launch:
     def __call__(self, *arguments: Any, **constants: Any) -> None:
         launches, begin = self._launches, time.thread_time()
         before = launches.seconds
-        self._act(*arguments)
+        self._act(*arguments, **constants)
         launches.count += 1
         launches.seconds = before + time.thread_time() - begin
 

@@ -105,6 +105,7 @@ class Cache:
         self._most_hits = 1 if policy.weighs else MOST_HITS  # rows and weights are not stored
         # Of the last step of hits: pinned before a policy chooses a victim.
         self._unpinned = NO_PIECES
+        self._loaded = np.empty((4, 64), np.int64)  # of `load`
         self._all_hit = np.ones(pieces.layer.size, np.int64), np.full(pieces.layer.size, -1)
 
     def _empty(self, sizes: list[int]) -> CacheState:
@@ -239,6 +240,43 @@ class Cache:
         if misses < 0:
             raise RuntimeError(f"no expert of device {device} can be evicted: all are pinned")
         return misses
+
+    def load(
+        self, pieces: Ints, now: int, request: int, host_slot_of: Ints, memory_slots: Ints
+    ) -> list[Any] | None:
+        """Serve a decode step on one device, whose missing pieces are in host memory.
+
+        host_slot_of: for each piece its slot there, or -1
+        memory_slots: for each cache slot its slot in memory
+
+        Returns (slots in memory, hits, evicted pieces, slots in host memory), each of n numbers.
+        Returns None, and nothing changes, if a piece is in neither memory, or the step is larger
+        than its slot group."""
+        if self._unpinned.size:
+            self.pin_hits()
+        (last, index), size = self._last_seen[0], pieces.size
+        at = now, now // self._layers, request, int(self.pieces.layer[pieces[0]]), 0
+        row = *at, index, request != last, size
+        log, out = self._unreported[0], self._loaded
+        if size > out.shape[1]:
+            out = self._loaded = np.empty((4, 2 * size), np.int64)
+        if log:
+            before, rows = zip(*log, strict=True)
+            steps, asked = np.array((*rows, row)), np.concatenate((*before, pieces))
+        else:
+            steps, asked = np.array((row,)), pieces
+        misses = self._bound.load(
+            self.state, self._policy_states[0], asked, steps, NO_ROWS, NO_WEIGHTS, NO_FLAGS,
+            host_slot_of, memory_slots, out,
+        )  # fmt: skip
+        if misses == serving.ELSEWHERE:
+            return None
+        if misses < 0:
+            raise RuntimeError("no expert can be evicted: all are pinned")
+        log.clear()
+        self.now, self._last_seen[0] = at, (request, index + size)
+        served: list[Any] = out[:, :size].tolist()
+        return served
 
     def pin_hits(self) -> None:
         """Pin the experts of the latest step with hits only, unless it is over."""

@@ -107,7 +107,7 @@ class TokenGraph:
         self._all_reports, self._combined_reports = self._reports.numpy(), 0
         # The lower half of each report: twice the expert, plus 1 if it was in a slot.
         halves = self._all_reports.view(np.int32).reshape(moe_layers, top_k, 2)
-        self._found = halves[..., int(sys.byteorder == "big")]
+        self._choices = halves[..., int(sys.byteorder == "big")]
         self._top_k, self._number, self._has_mask = top_k, 0, False
         self.shapes: list[tuple[tuple[int, int, int], int | None]] = []
         self.stamps, self.until = list[int](), 0
@@ -240,4 +240,4 @@ class TokenGraph:
     @property
     def chosen(self) -> NDArray[np.int32]:
         """Return the experts of the last pass: [MoE layers, top_k], in the order of launches."""
-        return self._found >> 1
+        return self._choices >> 1

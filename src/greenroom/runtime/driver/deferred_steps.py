@@ -27,8 +27,8 @@ class DeferredSteps(threading.local):
     meanwhile.
     """
 
-    def __init__(self, serve_together: Callable[[Sequence[ComputedStep]], bool]) -> None:
-        """Begin without steps; `serve_together` serves all of them, or returns False."""
+    def __init__(self, serve_together: Callable[[Sequence[ComputedStep]], int]) -> None:
+        """Begin without steps; `serve_together` serves the first ones, returns how many."""
         self._serve_together, self._steps = serve_together, list[ComputedStep]()
 
     def add(self, step: ComputedStep) -> None:
@@ -41,6 +41,5 @@ class DeferredSteps(threading.local):
         """Serve all steps."""
         if self._steps:
             steps, self._steps = self._steps, []
-            if not self._serve_together(steps):
-                for step in steps:
-                    step.serve()
+            for step in steps[self._serve_together(steps) :]:
+                step.serve()
