@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from greenroom.hf.kv.batch import ATTENTION
 from greenroom.runtime.cuda.token_graph import NoGraph, TokenGraph, active_graph
+from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.dense.module_check import GLOBAL_HOOKS
 from greenroom.runtime.kernels.triton.token_attention import (
     attend_in_place,
@@ -172,6 +173,7 @@ class TokenAttention:
         """Return keys and values of each head, from what the module's attention function gets."""
         return self._own_expand(key, value) if self.is_latent else (key, value)
 
+    @outside_graphs
     def compute(self, call: _Call) -> Tensor | None:
         """Return a token's attention [1, 1, heads, width]; None if the kernel cannot compute it.
 
