@@ -47,6 +47,7 @@ from worker import Passes
 from greenroom.core.home_devices import DevicePlacement
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.attach.graph_pass import GraphPass
+from greenroom.hf.attach.token_attention import TokenAttention
 from greenroom.hf.measure.random_model import Shape, small_model
 from greenroom.hf.memory import devices
 from greenroom.hf.memory.setup import ModelSetup
@@ -78,6 +79,7 @@ class Launches:
         look_up.look_up = Launch(self, write_report)  # type: ignore[assignment]
         token_attention.attend = token_attention.append = nothing  # type: ignore[assignment]
         token_attention.merge = Launch(self, lambda *arguments, **_: arguments[1].zero_())  # type: ignore
+        TokenAttention._is_near = True
 
 
 def write_report(

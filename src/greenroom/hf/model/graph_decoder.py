@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from greenroom.runtime.kernels.resident.decode_pass import kind_of, sees_all_tokens
+from greenroom.runtime.kernels.resident.decode_pass import kind_of
 
 PARTS = {"embedding", "rotary", "norm", "layers"}  # a decoder that consists of others is left alone
-ATTENTION = {"sdpa"}  # implementations of attention that `token_attention` replaces
+SDPA, EAGER = ATTENTION = ("sdpa", "eager")  # functions that `token_attention` replaces
+LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers
 # Rotary embeddings whose tables do not depend on the longest position so far.
 ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
 
@@ -33,8 +34,11 @@ def graph_decoder(model: nn.Module, modules: Sequence[nn.Module]) -> nn.Module |
 
 def _can_be_graph(config: Any) -> bool:
     """Tell whether a decoder's configuration has only what a graph can compute."""
-    if config._attn_implementation not in ATTENTION or not sees_all_tokens(config):
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if config._attn_implementation not in ATTENTION or kinds - LAYERS:
         return False
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type", "default")}
-    return kinds <= ROTARY and not any(isinstance(value, dict) for value in rope.values())
+    types = {rope.get("rope_type", "default")}
+    is_chunked = getattr(config, "attention_chunk_size", None)
+    nested = any(isinstance(value, dict) for value in rope.values())
+    return types <= ROTARY and not is_chunked and not nested
