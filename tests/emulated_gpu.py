@@ -189,7 +189,7 @@ class Event:
 
 
 def emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give `greenroom.load` emulated GPUs, with any `--device` but `cpu`."""
+    """Give `greenroom.load` emulated GPUs, with `--device cuda`."""
     register()
     torch.utils._device._device_constructors()  # before some of them are replaced
     for function in (torch.tensor, torch.arange):
@@ -200,5 +200,5 @@ def emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         ids, "_pinned", lambda number, like: torch.empty(like.shape, dtype=like.dtype)
     )
-    monkeypatch.setattr(resolve, "on_a_gpu", lambda config: config.device != "cpu")
+    monkeypatch.setattr(resolve, "on_a_gpu", lambda config: config.device.startswith("cuda"))
     monkeypatch.setattr(places, "engine_for", lambda setup, number: EmulatedGpu(number))

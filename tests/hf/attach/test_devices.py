@@ -15,6 +15,8 @@ from greenroom.config import LoadConfig
 from greenroom.errors import BudgetError, ClosedError, DeviceError, UsageError
 from greenroom.runtime.fakes import FakeSlots
 from tests.hf.memory.test_device import ids
+from tests.hf.memory.test_precision import with_copies
+from tests.hf.memory.test_split import packed, source
 from tests.models import cached_tiny, reference
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
@@ -55,6 +57,34 @@ def test_devices_come_and_go_and_the_text_stays(options: dict[str, Any]) -> None
             assert torch.equal(model.generate(ids(1, 5), **OPTIONS), expected())
         links = {each["link"]: each["bytes"] for each in model.greenroom.stats().links}
         assert min(links.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(packed, {"split": "0.25,1", "scope": "per-layer"}),
+     (lambda: with_copies("int8", "int4"), {"miss_precision": "int4", "low_below": 0.5})],
+    ids=["segments", "copies"],
+)  # fmt: skip
+def test_devices_come_and_go_with_parts_of_experts(make: Any, options: dict[str, Any]) -> None:
+    """Each device has slots for its bottom segments or copies, too."""
+    model, _ = greenroom.load(
+        str(make()), kernels="eager", **THREE, cache="75%", prefetch="off", **options
+    )
+    try:
+        exact = len(slots(model)) // 3 - 1  # kinds of slots but the last
+        for device in ("fake,fake,fake", "fake", "fake,fake", "fake,fake,fake"):
+            model.greenroom.use_devices(device)
+            each = [slots(model)[kind * 3 : kind * 3 + 3] for kind in range(exact + 1)]
+            count = device.count("fake")
+            assert all(min(of[:count]) > 0 and sum(of[count:]) == 0 for of in each)
+            answer = model.generate(ids(1, 5), **OPTIONS)
+            if "split" in options:
+                exactly = reference(source(), torch.bfloat16)
+                assert torch.equal(answer, exactly.generate(ids(1, 5), **OPTIONS))
+        stats = model.greenroom.stats()
+        assert stats.split if "split" in options else stats.approximated["low"]
+    finally:
+        model.greenroom.detach()
 
 
 def test_a_device_that_went_gets_no_expert() -> None:

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import greenroom
 from greenroom.config import LoadConfig
 from greenroom.errors import GreenroomError
+from greenroom.hf.load import budget as load_budget
 from greenroom.hf.load.report import startup_line
 from greenroom.hf.pack.packing import pack
 from greenroom.runtime.cuda import slots
@@ -66,7 +67,7 @@ def generated(folder: Path, device: str, **options: Any) -> tuple[list[int], Any
         options.pop("host_memory", None)
     model, _ = greenroom.load(str(folder), device=device, **options)
     try:
-        assert (model.device.type == "cpu") == (device == "cpu")
+        assert (model.device.type == "cpu") == (device not in (ONE, TWO))
         found: list[int] = []
         for length in (7, 30):
             generator = torch.Generator().manual_seed(length)
@@ -80,11 +81,11 @@ def generated(folder: Path, device: str, **options: Any) -> tuple[list[int], Any
 ON_CPU: dict[str, list[int]] = {}
 
 
-def expected(folder: Path, options: dict[str, Any]) -> list[int]:
-    """The tokens of a CPU run; of exact runs, whatever the cache."""
-    key = f"{folder} {sorted(options.items())}"
+def expected(folder: Path, options: dict[str, Any], device: str = "cpu") -> list[int]:
+    """The tokens of a run whose slots are in main memory; of exact runs, whatever the cache."""
+    key = f"{folder} {device} {sorted(options.items())}"
     if key not in ON_CPU:
-        ON_CPU[key] = generated(folder, "cpu", **options)[0]
+        ON_CPU[key] = generated(folder, device, **options)[0]
     return ON_CPU[key]
 
 
@@ -128,17 +129,22 @@ INEXACT: dict[str, tuple[Any, dict[str, Any]]] = {
     "low-precision misses": (
         lambda: with_copies("same", "int4"), {"miss_precision": "int4", "low_below": 0.8},
     ),
+    "nested copies": (
+        lambda: with_copies("int8", "int4"), {"miss_precision": "int4", "low_below": 0.8},
+    ),
     "skipped misses": (tiny, {"skip_below": 0.5}),
-    "substitutes": (tiny, {"substitute_below": 0.5}),
+    "substitutes": (tiny, {"cache": "50%", "substitute_below": 0.5}),
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("device", [ONE, TWO])
 @pytest.mark.parametrize("name", INEXACT)
-def test_inexact_misses_have_the_tokens_of_a_cpu(name: str) -> None:
+def test_inexact_misses_have_the_tokens_of_a_cpu(name: str, device: str) -> None:
+    """What is approximated depends on the slots of each device: two have the tokens of two."""
     make, options = INEXACT[name]
     options = {**FEW, **options}
-    tokens, stats = generated(make(), ONE, **options)
-    assert tokens == expected(make(), options)
+    tokens, stats = generated(make(), device, **options)
+    assert tokens == expected(make(), options, "cpu" if device == ONE else "fake,fake")
     assert stats.approximated["inexact_share"] > 0
 
 
@@ -149,21 +155,30 @@ def test_biased_routers_have_the_tokens_of_a_cpu() -> None:
     assert tokens != expected(folder, {**FEW, "cache": "50%"})
 
 
+@pytest.mark.parametrize("device", [ONE, TWO])
 @pytest.mark.parametrize("split", ["0.5", "0.25,1"])
-def test_segments_have_the_tokens_of_a_cpu(split: str) -> None:
-    options = {**FEW, "cache": "50%", "split": split}
+def test_segments_have_the_tokens_of_a_cpu(split: str, device: str) -> None:
+    options = {**FEW, "cache": "50%", "split": split, "host_memory": "2GiB"}
     options |= {"scope": "per-layer"} if "," in split else {}
-    tokens, stats = generated(packed(), ONE, **options)
+    tokens, stats = generated(packed(), device, **options)
     assert tokens == expected(source(), {"cache": "100%"})
     assert stats.split is not None
 
 
+@pytest.mark.parametrize("device", [ONE, TWO])
+def test_copies_are_joined_on_their_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room for experts in host memory, where they would be whole."""
+    monkeypatch.setattr(load_budget, "host_slots", lambda *args: (2 << 30, 0))
+    folder = with_copies("int8", "int4")
+    options = {"cache": "90%", "prefetch": "off", "miss_precision": "int4", "low_below": 0.9}
+    tokens, stats = generated(folder, device, **options)
+    assert tokens == expected(folder, options, "cpu" if device == ONE else "fake,fake")
+    assert stats.approximated["joined"] > 0
+
+
 @needs_option("expert_order")
 def test_two_gpus_refuse_what_needs_one() -> None:
-    for options, why in (
-        ({"skip_below": 0.3}, "works with one device only"),
-        ({"expert_order": "cached"}, "whole experts on one device"),
-    ):
+    for options, why in (({"expert_order": "cached"}, "whole experts on one device"),):
         with pytest.raises(GreenroomError, match=why) as error:
             greenroom.load(str(tiny()), device=TWO, kernels="eager", **FEW, **options)
         one_line(error)

@@ -27,6 +27,7 @@ from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.memory.system import available_bytes, rss_bytes
 from tests.hf.conftest import one_line
+from tests.hf.memory.test_precision import with_copies
 from tests.hf.memory.test_split import ids, logits, packed, source
 from tests.options import needs_option
 
@@ -137,14 +138,15 @@ def test_host_memory_has_room_for_what_it_says(shares):
 
 @needs_option("co_compute")
 def test_what_excludes_segments_is_refused():
-    catalog = ModelSkeleton.of(packed()).catalog
+    """And what excludes nested copies, which are joined on the device."""
     both = with_options(NO_OPTIONS, co_compute="auto")
-    for parts, message in (
-        ({"fake": True, "devices": (0, 1)}, "in segments, which works with one device only"),
-        ({"fake": True, "host_capacity": 4, "config": both}, "which excludes --co-compute auto"),
+    for folder, message in (
+        (packed(), "in segments, which excludes --co-compute auto"),
+        (with_copies("int8", "int4"), "in the GPU's slots, not in host memory: leave out --co"),
     ):
+        parts = {"fake": True, "host_capacity": 4, "config": both}
         with pytest.raises(UsageError, match=message) as error:
-            pieces_of(ModelSetup(catalog, capacity=4, **parts))
+            pieces_of(ModelSetup(ModelSkeleton.of(folder).catalog, capacity=4, **parts))
         one_line(error)
 
 

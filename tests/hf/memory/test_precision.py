@@ -335,13 +335,6 @@ def test_copies_have_their_share_of_the_memory():
     [
         (None, {}, "and this checkpoint has none: make a pack .*greenroom pack MODEL -o OUT"),
         (("same", "int8"), {}, "this pack has copies in int8: .* --miss-precision int4"),
-        (("same", "int4"), {"device": "fake,fake"}, "works with one device only: give one, or"),
-        (("int8", "int4"), {"device": "fake,fake"}, "leave out --miss-precision and --co-compute"),
-        (
-            ("int8", "int4"),
-            {"device": "fake", "host_memory": "50%"},
-            "int4 copies, which only a CPU joins with the rest",
-        ),
     ],
 )
 def test_options_that_cannot_work_are_refused(of, options, message):

@@ -16,6 +16,7 @@ from greenroom.core.cache.learned import export_learned, restore_learned
 from greenroom.core.cache.placement import Placement
 from greenroom.core.cache.reshape import check_new_devices, check_new_scope
 from greenroom.core.cache.scope import Scope
+from greenroom.core.cache.state import pool_sizes
 from greenroom.core.counts import Counts
 from greenroom.core.pieces import Ints
 from greenroom.core.plan import Flags, TransferStatus
@@ -109,6 +110,10 @@ class StateView:
         device.
         """
         return self._placement.cache.sizes
+
+    def pool_sizes(self, capacity: int, devices: Sequence[int]) -> list[int]:
+        """Return the number of slots of each pool in memory, if `devices` have all experts."""
+        return pool_sizes(self.pieces.on_devices(devices), capacity, self.scope)
 
     def check_capacity(
         self,

@@ -12,6 +12,7 @@ from greenroom.core.cache.scope import least_capacity
 from greenroom.core.cache.state import group_sizes
 from greenroom.core.home_devices import spread
 from greenroom.core.transfers.queue import count_staging_slots
+from greenroom.core.transfers.tiers import least_host_slots
 from greenroom.errors import UsageError
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory.budget import DeviceBudget, budget_bytes, host_slots
@@ -143,6 +144,9 @@ def with_host_tier(setup: ModelSetup, config: LoadConfig) -> ModelSetup:
     budget, slots = host_slots(
         config.host_memory, setup.catalog, staging_slots, offloaded, stride, pieces
     )
+    if pieces is not None and slots >= least_host_slots(pieces) and pieces.copies is not None:
+        # Experts of host memory are whole: a copy on the GPU saves no read from disk.
+        setup = replace(setup, copies=replace(pieces.copies, remainder=()))
     policy = choose(config.policy, slots, setup.catalog.experts).name
     return replace(setup, host_bytes=budget, host_capacity=slots, host_policy=policy)
 

@@ -122,6 +122,15 @@ class DeviceSlots(SlotPool):
             with self.engine.copying(None):
                 join_on_device(target, planes)
 
+    def fill(self, slot: int, copy: Tensor, layer: int) -> None:
+        """Copy to a nested expert's slot the bytes that its int4 copy shares (see `SlotPool`)."""
+        assert self._plane_joiner is not None
+        target = self.bytes(slot)
+        with self.engine.copying(self._marks.get(slot)):
+            for each in self._plane_joiner.from_copy(layer):
+                source = copy[each.source :][: each.nbytes]
+                target[each.target :][: each.nbytes].copy_(source)
+
     def clear(self, slot: int) -> None:
         if self._plane_joiner is not None:
             self._plane_joiner.clear(slot)
