@@ -15,9 +15,9 @@ from greenroom.config import LoadConfig
 from greenroom.errors import BudgetError, ClosedError, DeviceError, UsageError
 from greenroom.runtime.fakes import FakeSlots
 from tests.hf.memory.test_device import ids
-from tests.hf.memory.test_precision import with_copies
 from tests.hf.memory.test_split import packed, source
 from tests.models import cached_tiny, reference
+from tests.options import needs_option
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 THREE = {"device": "fake,fake,fake", "spare_devices": 1}
@@ -60,15 +60,21 @@ def test_devices_come_and_go_and_the_text_stays(options: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    ("make", "options"),
-    [(packed, {"split": "0.25,1", "scope": "per-layer"}),
-     (lambda: with_copies("int8", "int4"), {"miss_precision": "int4", "low_below": 0.5})],
+    "options",
+    [{"split": "0.25,1", "scope": "per-layer"},
+     pytest.param({"miss_precision": "int4", "low_below": 0.5},
+                  marks=needs_option("miss_precision"))],
     ids=["segments", "copies"],
 )  # fmt: skip
-def test_devices_come_and_go_with_parts_of_experts(make: Any, options: dict[str, Any]) -> None:
+def test_devices_come_and_go_with_parts_of_experts(options: dict[str, Any]) -> None:
     """Each device has slots for its bottom segments or copies, too."""
+    folder = packed()
+    if "split" not in options:
+        from tests.hf.memory.test_precision import with_copies
+
+        folder = with_copies("int8", "int4")
     model, _ = greenroom.load(
-        str(make()), kernels="eager", **THREE, cache="75%", prefetch="off", **options
+        str(folder), kernels="eager", **THREE, cache="75%", prefetch="off", **options
     )
     try:
         exact = len(slots(model)) // 3 - 1  # kinds of slots but the last

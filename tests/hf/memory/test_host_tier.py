@@ -27,7 +27,6 @@ from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.memory.system import available_bytes, rss_bytes
 from tests.hf.conftest import one_line
-from tests.hf.memory.test_precision import with_copies
 from tests.hf.memory.test_split import ids, logits, packed, source
 from tests.options import needs_option
 
@@ -139,6 +138,7 @@ def test_host_memory_has_room_for_what_it_says(shares):
 @needs_option("co_compute")
 def test_what_excludes_segments_is_refused():
     """And what excludes nested copies, which are joined on the device."""
+    with_copies = pytest.importorskip("tests.hf.memory.test_precision").with_copies
     both = with_options(NO_OPTIONS, co_compute="auto")
     for folder, message in (
         (packed(), "in segments, which excludes --co-compute auto"),
