@@ -95,11 +95,13 @@ EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
     "bf12 pack": (lambda: encoded("bf12"), {**FEW, "host_memory": "2GiB"}),
     "nested copies": (lambda: with_copies("int8", "int4"), {**FEW, "host_memory": "2GiB"}),
     "Q4_K": (lambda: gguf("Q4_K"), FEW),
+    "segments in one slot": (packed, FEW),
     "biases": (biased, {**FEW, "host_memory": "2GiB", "co_compute": "auto"}),
 }
 
 
 ON_TWO = "host tier", "next-gate", "biases", "nested copies", "bf12 pack", "Q4_K"
+ON_TWO += ("segments in one slot",)
 
 
 @pytest.mark.parametrize(

@@ -244,9 +244,13 @@ def test_compiled_kernels_are_close_to_eager(of, at):
         assert (other - logits[0]).abs().max() < 0.05 * logits[0].abs().max()
 
 
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(("of", "at"), CASES[:3], ids=str)
-def test_counts_equal_those_of_the_simulator(of, at):
-    model = attached(with_copies(*of), at, secondary_slots=16, capacity=15, readers=1, policy="lru")
+def test_counts_equal_those_of_the_simulator(of, at, devices):
+    parts = {"fake": True, "devices": (0, 1)} if devices > 1 else {}
+    model = attached(
+        with_copies(*of), at, secondary_slots=16, capacity=15, readers=1, policy="lru", **parts
+    )
     try:
         _, requests = observe_decisions(model)
         model.generate(ids(1, 5), max_new_tokens=16, do_sample=False)

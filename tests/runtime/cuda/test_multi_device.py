@@ -163,8 +163,7 @@ def test_segments_have_the_bits_of_one_device(family, named):
     if named == "triton" and torch.cuda.is_available():
         pytest.skip("tests/gpu has the compiled ones")
     module = experts(family, torch.bfloat16, hidden=64, inner=192)
-    x, index, weights = inputs(torch.bfloat16, 5, hidden=64)
-    chosen, routing = index.unique().tolist(), Routing.of(index.numpy(), TOYS)
+    x, index, weights = inputs(torch.bfloat16, 2, top_k=2, hidden=64)
     (one, _), (first, _), (second, _) = (in_segments(module, 1) for _ in range(3))
     pools = [pool for kind in zip(first._slots, second._slots, strict=True) for pool in kind]
     for expert in range(TOYS):  # what is not at home is not there
@@ -173,11 +172,14 @@ def test_segments_have_the_bits_of_one_device(family, named):
     kernel = SegmentedKernel(make_kernel(named), 2)
     over = MultiDeviceKernel(kernel, MultiPoolTier(pools, 4, SHARES), [torch.device("cpu")] * 2)
     over.prepare(first)
-    steps = kernel.begin(one, x, routing, weights), over.begin(first, x, routing, weights)
-    for part in (0, 1):
-        kernel.compute_group(steps[0], chosen, [2 * e + part for e in chosen], part)
-        over.compute_group(steps[1], chosen, [4 * e + 2 * part + e % 2 for e in chosen], part)
-    assert torch.equal(over.combine(steps[1]), kernel.combine(steps[0]))
+    for chosen in ([0, 1, 2], [1, 3, 5]):  # the latter on the second device only
+        index[:] = torch.tensor([chosen[:2], chosen[1:]])
+        routing = Routing.of(index.numpy(), TOYS)
+        steps = kernel.begin(one, x, routing, weights), over.begin(first, x, routing, weights)
+        for part in (0, 1):
+            kernel.compute_group(steps[0], chosen, [2 * e + part for e in chosen], part)
+            over.compute_group(steps[1], chosen, [4 * e + 2 * part + e % 2 for e in chosen], part)
+        assert torch.equal(over.combine(steps[1]), kernel.combine(steps[0]))
 
 
 @pytest.mark.parametrize("named", ["eager", "native", "triton"])
