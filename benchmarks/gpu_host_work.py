@@ -11,6 +11,8 @@ launch takes a few microseconds more, and a GPU's queue hides what is done befor
     hits      layers whose experts are all in slots
     deferred  the scheduler's part of such a layer, after later layers' launches
     misses    layers that wait for an expert
+    to copy   of these, from the report of missing experts to the launch of the first copy: so long
+              the device waits for the host, which does the rest while bytes are on their way
     graph     a layer's share of a token that is one graph, all of the decoder's host work
     launches  a layer; a graph of kernels is one
 """
@@ -50,13 +52,15 @@ from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime import forward
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.host_loads import HostLoads
 from greenroom.runtime.cuda.token_graph import active_graph
 from greenroom.runtime.kernels.triton import look_up, one_token, programs, token_attention
+from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
 from greenroom.runtime.slots.tier import ABSENT
 
-SHAPE = Shape(hidden=256, inner=128, layers=8, experts=64, top_k=8)
-COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "graph us", "launches",
-           "layers hit", "layers missed", "tokens as graphs")  # fmt: skip
+SHAPE = Shape(hidden=64, inner=32, layers=8, experts=64, top_k=8)
+COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "to copy us", "graph us",
+           "launches", "layers hit", "layers missed", "tokens as graphs")  # fmt: skip
 
 
 class Launches:
@@ -66,20 +70,24 @@ class Launches:
         self.count, self.seconds = 0, 0.0
 
     def install(self) -> None:
-        nothing = Launch(self, lambda *_: None)
+        nothing = Launch(self, lambda *_, **constants: None)
         programs.project = one_token.project_one = nothing  # type: ignore[assignment]
-        programs.combine = Launch(self, lambda *arguments: arguments[3].zero_())  # type: ignore
+        programs.combine = Launch(self, lambda *arguments, **_: arguments[3].zero_())  # type: ignore
         look_up.look_up = Launch(self, write_report)  # type: ignore[assignment]
         token_attention.attend = token_attention.append = nothing  # type: ignore[assignment]
-        token_attention.merge = Launch(self, lambda *arguments: arguments[1].zero_())  # type: ignore
+        token_attention.merge = Launch(self, lambda *arguments, **_: arguments[1].zero_())  # type: ignore
 
 
 def write_report(
     index: Any, offsets: Any, tiles: Any, computed: Any, order: Any, report: Any, number: Any,
-    first: int, *_: Any,
+    changes: Any, first: int, *_: Any, AGAIN: bool = False, **constants: Any,
 ) -> None:  # fmt: skip
     """Do what `look_up` does for the host."""
     number += 1
+    if AGAIN:
+        changed = changes.view(-1, 2)
+        changed = changed[changed[:, 0] >= 0]
+        offsets[changed[:, 0]] = changed[:, 1]
     found = offsets[first + index[0]] > ABSENT
     report[:] = (number << 32) | (index[0] << 1) | found
 
@@ -96,7 +104,7 @@ class Launch:
     def __call__(self, *arguments: Any, **constants: Any) -> None:
         launches, begin = self._launches, time.thread_time()
         before = launches.seconds
-        self._act(*arguments)
+        self._act(*arguments, **constants)
         launches.count += 1
         launches.seconds = before + time.thread_time() - begin
 
@@ -128,6 +136,8 @@ class Clock:
     def __init__(self, greenroom_: Greenroom, launches: Launches) -> None:
         self.seconds: dict[bool, list[float]] = defaultdict(list)
         self.deferred, self.tokens, self.on = list[float](), list[float](), False
+        self.to_copy, self._reported = list[float](), 0.0
+        read_report, copy = TokenLaunches.read_report, HostLoads._copy
         compute, replay = GraphPass.forward, GraphPass._replay
         driver, inner = greenroom_.driver, forward._forward
         settle = driver.deferred.settle
@@ -139,6 +149,21 @@ class Clock:
                 self.deferred += [(time.thread_time() - begin) / waiting] * waiting
 
         driver.deferred.settle = timed_settle  # type: ignore[method-assign]
+
+        def timed_report(launches: TokenLaunches) -> list[int]:
+            report = read_report(launches)
+            self._reported = time.thread_time()
+            return report
+
+        def timed_copy(loads: HostLoads, load: Any) -> int:
+            nbytes = copy(loads, load)
+            if self.on and self._reported:
+                self.to_copy.append(time.thread_time() - self._reported)
+            self._reported = 0.0
+            return nbytes
+
+        TokenLaunches.read_report = timed_report  # type: ignore[method-assign]
+        HostLoads._copy = timed_copy  # type: ignore[method-assign]
 
         def timed(*arguments: Any) -> Any:
             if active_graph() is not None:  # in the place of a launch
@@ -166,6 +191,8 @@ class Clock:
         def remove() -> None:
             forward._forward = inner
             GraphPass.forward, GraphPass._replay = compute, replay  # type: ignore[method-assign]
+            TokenLaunches.read_report = read_report  # type: ignore[method-assign]
+            HostLoads._copy = copy  # type: ignore[method-assign]
 
         forward._forward, self.remove = timed, remove
         GraphPass._replay = noted  # type: ignore[method-assign]
@@ -214,7 +241,8 @@ def measure(
     each = launches.count / max(1, len(hits) + len(misses) + len(whole) * layers)
     return [
         f"{setup.capacity}", f"{ratio:.1%}", middle(hits), middle(clock.deferred), middle(misses),
-        middle(whole), f"{each:.1f}", f"{len(hits)}", f"{len(misses)}", f"{len(whole)}",
+        middle(clock.to_copy), middle(whole), f"{each:.1f}", f"{len(hits)}", f"{len(misses)}",
+        f"{len(whole)}",
     ]  # fmt: skip
 
 

@@ -27,7 +27,8 @@ def test_the_look_up_compiles_once_for_all_layers_and_writes_whole_words(archite
     for again in (False, True):
         keys = set()
         for layer in (0, 1, 16):
-            sizes = (1, TOP_K), (6144,), (4 * TOP_K,), (TOP_K,), (2 * TOP_K,), (TOP_K,), (1,)
+            sizes = [(1, TOP_K), (6144,), (4 * TOP_K,), (TOP_K,), (2 * TOP_K,), (TOP_K,), (1,)]
+            sizes += [(4 * TOP_K,)]
             tensors = (torch.empty(s, dtype=torch.int64, device="meta") for s in sizes)
             arguments = *tensors, layer * EXPERTS, EXPERTS, TOP_K
             options = {"AGAIN": again, "K": TOP_K, "num_warps": 1}

@@ -18,7 +18,7 @@ from greenroom.errors import ClosedError
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.cuda.ids import to_host
 from greenroom.runtime.cuda.token_graph import active_graph
-from greenroom.runtime.driver.deferred_steps import ComputedStep
+from greenroom.runtime.driver.device_steps import ComputedStep
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.dense.decoder import ExpertsKey
@@ -324,7 +324,7 @@ def _token_step(
         make = partial(binding.token_launches.of_graph, top_k_index, top_k_weights)
         return graph.launch_experts(binding.layer, make, x, top_k_index, top_k_weights)
     driver = binding.driver
-    result = driver.launch(partial(launches.start, x, top_k_index, top_k_weights))
+    result = driver.device_steps.launch(partial(launches.start, x, top_k_index, top_k_weights))
     if driver.scheduler.resident_steps.path is None:  # else steps are served together
         driver.deferred.settle()
     report = launches.read_report()
@@ -332,7 +332,10 @@ def _token_step(
         binding.on_routing(binding.layer, launches.choice(report))
     if missing := launches.missing(report):
         driver.deferred.settle()
-        _serve(binding, launches, report, missing)
+        load = partial(launches.start_again, [*missing])
+        observe = partial(_observe, binding, launches, report)
+        if not driver.device_steps.load(binding.layer, launches.experts(report), load, observe):
+            _serve(binding, launches, report, missing)
         return launches.result()
     serve = partial(_serve, binding, launches, report, missing)
     driver.deferred.add(ComputedStep(binding.layer, partial(launches.experts, report), serve))
@@ -341,13 +344,15 @@ def _token_step(
     return result
 
 
+def _observe(binding: Binding, launches: Any, report: list[int], inputs: bool) -> LayerRouting:
+    """Return a token's routing for the predictor, with the router's inputs if `inputs` is true."""
+    captured = binding.router_inputs(inputs) if binding.router_inputs else None
+    return LayerRouting(binding.layer, launches.choice(report), inputs=captured)
+
+
 def _serve(binding: Binding, launches: Any, report: list[int], missing: set[int]) -> None:
     """Let the scheduler serve a token's step, and launch the experts that it loads."""
     experts = launches.experts(report)
-
-    def observe_routing(inputs: bool) -> LayerRouting:
-        captured = binding.router_inputs(inputs) if binding.router_inputs else None
-        return LayerRouting(binding.layer, launches.choice(report), inputs=captured)
 
     def compute_group(experts: Any, slots: Any) -> None:
         group = experts.tolist()
@@ -359,7 +364,7 @@ def _serve(binding: Binding, launches: Any, report: list[int], missing: set[int]
         binding.layer,
         np.array(experts, np.int64),
         compute_group,
-        observe_routing=observe_routing,
+        observe_routing=partial(_observe, binding, launches, report),
         overlapped_work=binding.overlapped_work,
         computed=[expert for expert in experts if expert not in missing] if missing else (),
     )

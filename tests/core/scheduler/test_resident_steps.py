@@ -15,11 +15,15 @@ from greenroom.core.events import (
     Finish,
     Idle,
     Landed,
+    Pinned,
+    Predicted,
     Resized,
     Routed,
     StartChunk,
 )
+from greenroom.core.scheduler.resident_steps import Load
 from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.core.transfers.tiers import HostTier
 from greenroom.policies import policy
 from tests.core.random_driver import EXPERTS, LAYERS, OFFSETS, carry_out, ids, pieces
 from tests.core.strategies import steps
@@ -104,3 +108,112 @@ def test_residents_that_were_computed_before_are_not_ordered(name, requests, cap
         found = [[*map(shown, in_turn(s, event, s is ours))] for s in (ours, plain)]
         assert found[0] == found[1]
         assert state(ours) == state(plain)
+
+
+def with_host(name: str, capacity: int, host: int, ahead: int = 0) -> Scheduler:
+    tier = HostTier(pieces(), host, policy(name))
+    return Scheduler(pieces(), capacity, policy(name), lanes=(1, 1), host=tier, ahead=ahead)
+
+
+def check_loads(ours: Scheduler, plain: Scheduler, event: Routed, now: float) -> None:
+    """Serve a step in two equal schedulers, in one without events where that is possible."""
+    at_hand = [
+        ours.placement.has_slot(expert) or ours.transfers.host.has(expert)  # type: ignore
+        for expert in event.experts.tolist()
+    ]
+    possible = all(at_hand) and len(at_hand) <= ours.capacity and not event.prefill
+    actions = carry_out(plain, plain.on(event, now))
+    chunks = [action for action in actions if isinstance(action, StartChunk)]
+    loads = ours.resident_steps.load(event, now)
+    assert (loads is not None) == possible
+    if loads is None:
+        done = carry_out(ours, ours.on(event, now))
+        assert [*map(shown, done)] == [*map(shown, actions)]
+    else:
+        expected = [(chunk.piece, chunk.slot, chunk.host_slot) for chunk in chunks]
+        assert [tuple(load) for load in loads] == expected
+    assert state(ours) == state(plain)
+    hosts = [s.transfers.host for s in (ours, plain)]
+    assert hosts[0] is not None
+    assert hosts[1] is not None
+    assert hosts[0].caches[0].slots() == hosts[1].caches[0].slots()
+    assert (hosts[0].requests, hosts[0].hits) == (hosts[1].requests, hosts[1].hits)
+    assert not hosts[0].leases
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=60)
+@given(steps(LAYERS, EXPERTS, 40), st.integers(2, 11), st.integers(1, 12), st.sampled_from((0, 4)))
+def test_experts_in_host_memory_are_loaded_as_by_events(name, requests, capacity, host, ahead):
+    ours, plain = (with_host(name, capacity, host, ahead) for _ in range(2))
+    for number, request in enumerate(requests):
+        event = routed(number, *request)
+        event.prefill &= not ahead  # prompts prefetch
+        if ahead and request[2] == 9:  # a prediction that moves nothing: all is in slots
+            first, end = OFFSETS[request[0] : request[0] + 2]
+            there = [e for e in ours.residents().tolist() if first <= e < end]
+            certain = Predicted(request[0], ids(*there))
+            assert ours.on(certain, number) == plain.on(certain, number) == []
+        check_loads(ours, plain, event, number)
+        assert ours.view.accuracy.by_distance() == plain.view.accuracy.by_distance()
+
+
+def test_experts_in_host_memory_are_loaded_at_once():
+    scheduler = with_host("lfu", 2, 12)
+    for number, expert in enumerate((1, 2, 3)):
+        carry_out(scheduler, scheduler.on(Routed(number, 0, ids(expert))))
+    slots = {piece: scheduler.placement.slot(piece) for piece in scheduler.residents().tolist()}
+    (kept,) = {1, 2} & slots.keys()
+    (gone,) = {1, 2} - slots.keys()
+    host = scheduler.transfers.host.caches[0].slots()
+    loads = scheduler.resident_steps.load(Routed(3, 0, ids(*sorted((gone, 3)))), 0.0)
+    assert loads == [Load(gone, slots[kept], host[gone])]  # 3 is the step's own: not evicted
+    assert scheduler.placement.cache.state.pinned.max() == 0
+    assert (scheduler.counts.requests, scheduler.counts.hits) == (5, 1)
+    assert scheduler.step is None
+    scheduler.resident_steps.undo(loads, Routed(3, 0, ids(gone, 3)))
+    assert scheduler.residents().tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        "no host",
+        "on disk",
+        "prompt",
+        "too many",
+        "pinned",
+        "preloaded",
+        "busy",
+        "no pins",
+        "weighs",
+    ],
+)
+def test_steps_that_need_events_are_not_loaded(refused):
+    lru = chosen = policy("lru")
+    if refused == "weighs":
+        chosen = policy("hybrimoe")
+    elif refused == "preloaded":
+        chosen = replace(lru, preload=lambda setup: ids(0, 3))
+    tier = None if refused == "no host" else HostTier(pieces(), 12, lru)
+    pin = "none" if refused == "no pins" else "step"
+    scheduler = Scheduler(pieces(), 2, chosen, lanes=(1, 1), host=tier, pin=pin)
+    for number, expert in enumerate((1, 2, 3)):
+        carry_out(scheduler, scheduler.on(Routed(number, 0, ids(expert))))
+    event = Routed(3, 0, ids(1, 2))
+    match refused:
+        case "on disk":
+            event = replace(event, experts=ids(1, 4))
+        case "prompt":
+            event = replace(event, prefill=True)
+        case "too many":
+            event = replace(event, experts=ids(1, 2, 3))
+        case "pinned":
+            scheduler.on(Pinned(ids(3)))
+        case "busy":
+            scheduler.on(Idle(ids(9)))
+    counts = replace(scheduler.counts)
+    before = scheduler.placement.cache.state.slot_of.tolist()
+    assert scheduler.resident_steps.load(event, 0.0) is None
+    assert scheduler.counts == counts
+    assert scheduler.placement.cache.state.slot_of.tolist() == before

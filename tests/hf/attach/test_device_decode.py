@@ -5,6 +5,7 @@ The CPU stands in the GPU's place, and Triton's interpreter runs the kernels.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -129,6 +130,7 @@ def answered(name: str, on_host: bool, monkeypatch: Any, **parts: Any) -> tuple[
         counts = (
             stats.passes, stats.expert_requests, stats.expert_hits, driver.miss_counts.tolist(),
             driver.request_counts.tolist(), driver.scheduler.residents().tolist(),
+            stats.host, [link["bytes"] for link in stats.links],
         )  # fmt: skip
         check_table(driver)
     return out.sequences, torch.stack(out.logits), counts
@@ -158,7 +160,9 @@ def check_table(driver: Any) -> None:
         ("qwen3_moe", {"capacity": 3}),
         ("qwen3_moe", {"capacity": 12, "prefetch": "markov", "guard": False}),
         ("qwen3_moe", {"capacity": 1000, "policy": "lru"}),
+        ("qwen3_moe", {"capacity": 9, "host_capacity": 1000}),
         ("gpt_oss", {"capacity": 5, "host_capacity": 9}),
+        ("gpt_oss", {"capacity": 5, "host_capacity": 1000, "policy": "next-use"}),
         ("deepseek_v3", {"capacity": 5}),
         ("gemma4_text", {"capacity": 5}),  # an activation of its own, between the products
     ],
@@ -171,6 +175,99 @@ def test_bits_and_decisions_are_those_of_routing_on_the_host(name, options, monk
         assert torch.equal(one, other)
     if "prefetch" not in options:  # whose reads arrive in another order each time
         assert device_counts == counts
+
+
+def test_experts_in_host_memory_take_no_other_thread(monkeypatch):
+    with (
+        placed("qwen3_moe", monkeypatch, kernels="triton", capacity=6, host_capacity=999) as model,
+        torch.inference_mode(),
+    ):
+        tokens = ids(12, 1)
+        for token in tokens:  # all that these need is in host memory then
+            model(token[None])
+        started = []
+        driver = model.greenroom.driver
+        monkeypatch.setattr(driver._copier, "start", started.append)
+        misses, nbytes = driver.scheduler.view.misses, driver.meter.links[1].nbytes
+        for token in tokens:
+            model(token[None])
+        new = driver.scheduler.view.misses - misses
+        assert new > 0
+        driver.end_pass()
+        each = sum(chunk.length for chunk in driver._copier._store.chunks(0))
+        assert driver.meter.links[1].nbytes - nbytes == new * each
+        assert driver.meter.links[1].busy_s > 0
+        assert driver.meter.stalls["miss"] > 0
+        assert started == []
+        check_table(driver)
+
+
+class ThreadStreams(Engine):
+    """An engine whose threads have streams of their own."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[Any, Any]] = []
+
+    def current_stream(self) -> Any:
+        return threading.current_thread().name
+
+    def order(self, before: Any, after: Any) -> None:
+        self.orders.append((before, after))
+
+
+def test_a_prompt_on_another_stream_waits_for_copies_that_are_under_way(monkeypatch):
+    """The scheduler takes them for complete; the host has not waited for them."""
+    engine = ThreadStreams()
+    with placed(
+        "qwen3_moe", monkeypatch, engine, kernels="triton", capacity=6, host_capacity=999
+    ) as model:
+        for token in ids(3, 1):
+            model(token[None])
+        main, seen = threading.current_thread().name, list[Any]()
+        kernel = next(iter(model.greenroom.bindings.modules))
+        binding = getattr(kernel, BINDING)
+        compute = type(binding.kernel).compute_group
+        engine.orders.clear()
+
+        def watched(self: Any, *arguments: Any) -> None:
+            seen.append(list(engine.orders))
+            compute(self, *arguments)
+
+        monkeypatch.setattr(type(binding.kernel), "compute_group", watched)
+        thread = threading.Thread(target=lambda: model(ids(1, 4)), name="another")
+        thread.start()
+        thread.join(60)
+        assert seen[0][0] == (main, "another")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, DeviceError])
+@pytest.mark.parametrize("at", [0, 1])
+def test_copies_that_were_not_launched_leave_no_expert_behind(monkeypatch, error, at):
+    with (
+        placed("qwen3_moe", monkeypatch, kernels="triton", capacity=6, host_capacity=999) as model,
+        torch.inference_mode(),
+    ):
+        tokens = ids(12, 1)
+        expected = [model(token[None]).logits for token in tokens]
+        driver, calls = model.greenroom.driver, []
+        loads = driver.device_steps._loads
+        copy = type(loads)._copy
+
+        def fail(self: Any, load: Any) -> int:
+            calls.append(load)
+            if len(calls) > at:
+                raise error("lost")
+            return int(copy(self, load))
+
+        with monkeypatch.context() as failing:
+            failing.setattr(type(loads), "_copy", fail)
+            with pytest.raises(error):
+                [model(token[None]) for token in tokens]
+        assert driver.scheduler.step is None
+        assert not driver.scheduler.placement.cache.state.pinned.any()
+        for token, logits in zip(tokens, expected, strict=True):
+            assert torch.equal(model(token[None]).logits, logits)
+        check_table(driver)
 
 
 def test_a_resize_between_tokens_changes_no_bit(monkeypatch):

@@ -22,7 +22,7 @@ def test_a_reader_waits_for_no_lock_and_knows_what_was_just_used() -> None:
         assert not reader.read(0).used.any()
         model(**tokenizer("Once upon a time", return_tensors="pt"))
         read = []
-        with driver._step_lock, driver._lock:
+        with driver.step_lock, driver.lock:
             thread = threading.Thread(target=lambda: read.append(reader.read(7)))
             thread.start()
             thread.join(20)

@@ -106,6 +106,43 @@ def test_moves_and_fewer_slots_are_followed(table, slots):
     assert slots._marks[2] == "mark on computes"
 
 
+def test_changes_wait_for_a_look_up_or_are_written(table, slots):
+    table.begin(0, 3)
+    table.land(0, 3)
+    table.begin(1, 2)  # a transfer that was given up
+    slots._marks.clear()
+    with table.lock:
+        table.vacate([3, 2])
+        assert table.changes == {0: ABSENT}
+        table.insert(2, 3)
+        there = (slots.address(3) - slots.address(0)) // 64
+        assert table.changes == {0: ABSENT, 2: there}
+        assert table.slot_of(0) == -1
+        assert table.slot_of(2) == 3
+        assert table.offsets.tolist() == [there, ABSENT, ABSENT, ABSENT]  # as it was
+    assert slots._marks == {}
+    table.begin(3, 1)  # another change writes all of them, in their order
+    assert table.changes == {}
+    assert offsets(table, slots) == [-1, -1, 3, -1]
+    table.vacate([3])
+    table.write_changes()
+    assert offsets(table, slots) == [-1, -1, -1, -1]
+
+
+def test_slots_that_are_added_again_have_new_addresses(table, slots):
+    table.begin(0, 3)
+    table.land(0, 3)
+    table.trim(2)
+    slots.trim(2)
+    keep = [slots.engine.empty(STRIDE) for _ in range(99)]  # where the old ones were
+    slots.trim(4)
+    table.begin(1, 3)
+    table.land(1, 3)
+    table.land(1, 3)
+    assert offsets(table, slots) == [-1, 3, -1, -1]
+    del keep
+
+
 def test_a_stream_that_follows_another_waits_for_it(table, slots):
     engine = slots.engine
     table.follow_stream()
@@ -133,4 +170,4 @@ def test_no_entry_changes_while_kernels_are_launched(table):
 def test_slots_are_freed_behind_all_launches(table, slots):
     table.stream = "launches"
     table.close()
-    assert slots._last_mark == "mark on launches"
+    assert slots.last_mark == "mark on launches"

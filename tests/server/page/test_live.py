@@ -102,7 +102,7 @@ def test_requests_have_rows_while_they_run_and_wait(served: Served) -> None:
 def test_frames_wait_for_no_lock(served: Served) -> None:
     source, driver = frames_of(served), served.engine.greenroom.driver
     made: list[Any] = []
-    with driver._step_lock, driver._lock:
+    with driver.step_lock, driver.lock:
         thread = threading.Thread(target=lambda: made.append(source.frame()))
         thread.start()
         thread.join(20)

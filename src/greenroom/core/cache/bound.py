@@ -36,6 +36,7 @@ class Bound(NamedTuple):
 
     miss: Any  # (state, policy_state, piece, now) -> (slot | BYPASS | STUCK, evicted piece or -1)
     serve: Any  # one step, from Python
+    load: Any
     evict: Any
     evict_victim: Any
     borrow: Any
@@ -64,6 +65,7 @@ def _bind(*parts: Any) -> Bound:
     names = dict(zip((*PARTS, "bypass"), parts, strict=True))
     names["miss"] = compiled(with_parts(serving.miss, names))
     names["evict"] = jit(with_parts(serving.evict, names), _nrt=False)
-    others = (serving.serve, serving.evict_victim, serving.borrow, serving.admit)
-    serve, evict_victim, borrow, admit = (jit(with_parts(f, names), _nrt=False) for f in others)
-    return Bound(names["miss"], serve, names["evict"], evict_victim, borrow, admit)
+    serve = names["serve"] = jit(with_parts(serving.serve, names), _nrt=False)
+    others = serving.load, serving.evict_victim, serving.borrow, serving.admit
+    calls = (jit(with_parts(f, names), _nrt=False) for f in others)
+    return Bound(names["miss"], serve, next(calls), names["evict"], *calls)

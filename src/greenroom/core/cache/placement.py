@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from greenroom.core.cache.buffer import BorrowedSlot, BorrowState, PrefetchBuffer
-from greenroom.core.cache.cache import Cache
 from greenroom.core.cache.reshape import (
     check_new_devices,
     check_new_scope,
@@ -19,6 +18,7 @@ from greenroom.core.cache.reshape import (
 )
 from greenroom.core.cache.scope import Scope
 from greenroom.core.cache.secondary import SecondarySlots
+from greenroom.core.cache.token_cache import TokenCache
 from greenroom.core.events import Action, Trim
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy
@@ -41,7 +41,7 @@ class Placement:
         self, pieces: Pieces, capacity: int, policy: Policy, scope: Scope, ahead: int, seed: int
     ) -> None:
         self.pieces = pieces
-        self.cache = Cache(pieces.primary, capacity, policy, scope, seed)
+        self.cache = TokenCache(pieces.primary, capacity, policy, scope, seed)
         self.tier_slots = initial_tier_slots(self.cache)
         self._experts, self.secondary_of = pieces.experts, pieces.secondary_of
         self.home_device: list[int] = pieces.home_device.tolist()  # the device of each piece

@@ -17,6 +17,7 @@ from greenroom.core.policy import CacheState, Ids, LogicalTime, Rows, Weights
 
 Flags = NDArray[np.bool_]
 BYPASS, STUCK = -1, -2  # instead of a slot: not inserted; nothing can be evicted
+ELSEWHERE = -3  # instead of misses: they cannot be loaded at once
 
 # A policy's functions.
 victim: Any = None
@@ -150,6 +151,50 @@ def serve(
                 return STUCK
         begin = end
     return missed
+
+
+def load(
+    state: CacheState,
+    policy_state: Any,
+    pieces: Ids,
+    steps: Ints,
+    no_rows: Rows,
+    no_weights: Weights,
+    no_flags: Flags,
+    host_slot_of: Ints,
+    memory_slots: Ints,
+    out: Ints,
+) -> int:
+    """Serve steps like `serve`, if the last one's missing experts are in host memory.
+
+    host_slot_of: for each piece its slot in host memory, or -1
+    memory_slots: for each cache slot its slot in memory
+    out:          [4, n or more]; receives slots in memory, hits, evicted pieces and slots in host
+                  memory
+
+    All pieces are of one device. The step's experts are unpinned again. Returns the number of
+    misses, or STUCK. It returns ELSEWHERE, and nothing changes, if one is not in host memory or the
+    step is larger than its slot group.
+    """
+    count = steps[-1, 7]
+    begin = pieces.size - count
+    group = state.group_of[pieces[begin]]
+    if count > state.first[group + 1] - state.first[group]:
+        return ELSEWHERE
+    for i in range(count):
+        piece = pieces[begin + i]
+        out[3, i] = host_slot_of[piece]
+        if state.slot_of[piece] < 0 and host_slot_of[piece] < 0:
+            return ELSEWHERE
+    misses: int = serve(
+        state, policy_state, pieces, no_rows, no_weights, steps, True, -1, no_flags, out
+    )
+    if misses == STUCK:
+        return STUCK
+    for i in range(count):
+        state.pinned[pieces[begin + i]] -= 1
+        out[0, i] = memory_slots[out[0, i]]
+    return misses
 
 
 def evict_victim(state: CacheState, policy_state: Any, slot_group: int, now: LogicalTime) -> int:

@@ -1,6 +1,8 @@
-"""Steps whose experts are all resident: served at once, as the scheduler's events would."""
+"""Steps that wait for no transfer: served at once, as the scheduler's events would."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from greenroom.core.cache.all_resident import AllResident
 from greenroom.core.cache.placement import Placement
@@ -11,8 +13,23 @@ from greenroom.core.prefetch.prefetcher import Prefetcher
 from greenroom.core.transfers.transfers import Transfers
 
 
+class Load(NamedTuple):
+    """A step's missing expert, which moves from host memory to a slot.
+
+    piece:     the expert's id in the model
+    slot:      the slot that it gets
+    host_slot: its slot in host memory
+    """
+
+    piece: int
+    slot: int
+    host_slot: int
+
+
 class ResidentSteps:
-    """Serves steps whose experts are all resident without events, while nothing else is decided.
+    """Serves steps without events, while nothing but the eviction policy decides.
+
+    Their experts are all resident, or a device loads the others in order with its computation.
 
     path: records the steps of an LRU cache with a slot for every expert; None: another cache
     """
@@ -26,9 +43,13 @@ class ResidentSteps:
         prefetcher: Prefetcher,
         counts: Counts,
         needs_events: bool,
+        pin: str,
     ) -> None:
         """Connect the scheduler's parts; `needs_events`: its options decide about every step."""
         self._placement, self._transfers, self._counts = placement, transfers, counts
+        self._prefetcher, policy = prefetcher, placement.cache.policy
+        # The policy needs no rows or gate weights, and inserts what is missing.
+        self._can_load = pin == "step" and not policy.weighs and policy.preload is None
         self._lookahead, self._idle = prefetcher.lookahead, prefetcher.idle
         self._needs_events, self._layers = needs_events, placement.pieces.layers
         self._is_lru = placement.cache.policy.name == "lru"
@@ -41,29 +62,80 @@ class ResidentSteps:
         """
         if self.path is not None:
             return self.path.step(event.experts)
-        placement, idle, experts = self._placement, self._idle, event.experts
-        if (
+        placement = self._placement
+        if placement.buffer.size or self._decides_more():
+            return None
+        slots = placement.cache.serve_hits(
+            event.experts, event.layer, event.step, event.request, event.prefill, event.rows,
+            event.weights,
+        )  # fmt: skip
+        if slots is None:
+            return None
+        self._counts.steps += 1
+        self._counts.requests += slots.size
+        self._counts.hits += slots.size
+        place: Ints = placement.tier_slots[slots]
+        return place
+
+    def _decides_more(self) -> bool:
+        """Tell whether more than the eviction policy decides about the next step."""
+        placement, idle = self._placement, self._idle
+        return bool(
             self._needs_events
             or self._transfers.busy
-            or placement.buffer.size
             or placement.buffer.borrowed
             or placement.resizing
             or (placement.holds_all and self._is_lru)  # an event begins the path
             or idle.observes
             or idle.candidates
             or self._lookahead.candidates
-            or -1 in placement.cache.state.slot_of[experts].tolist()
+        )
+
+    def load(self, event: Routed, now: float) -> list[Load] | None:
+        """Serve a step whose missing experts are all in host memory; return these.
+
+        The caller loads them at once: no event says that they arrive. Returns None, and counts
+        nothing, if one is not in host memory or there is more to decide. No step may be under way.
+        """
+        placement, cache, host = self._placement, self._placement.cache, self._transfers.host
+        if (
+            host is None
+            or event.prefill
+            or not self._can_load
+            or self._decides_more()
+            or cache.pinned_set.size
+            or not event.experts.size
         ):
             return None
-        served = placement.cache.serve(
-            experts, event.step * self._layers + event.layer, "none", request=event.request,
-            prefill=event.prefill, rows=event.rows, weights=event.weights,
+        if placement.buffer.size:  # the prediction is compared with the cache before the step
+            absent = cache.state.slot_of[event.experts] < 0
+            if (host.slot_of[event.experts[absent]] < 0).any() or not cache.fits(event.experts):
+                return None
+            self._prefetcher.routed(event, now)
+        served = cache.load(
+            event.experts, event.layer, event.step, event.request, host.slot_of,
+            placement.tier_slots,
         )  # fmt: skip
+        if served is None:
+            return None
+        slots, hits, _, host_slots = served
+        loads = [
+            Load(piece, slot, host_slot)
+            for piece, slot, hit, host_slot in zip(
+                event.experts.tolist(), slots, hits, host_slots, strict=True
+            )
+            if not hit
+        ]
+        host.use([load.piece for load in loads], event)
         self._counts.steps += 1
-        self._counts.requests += experts.size
-        self._counts.hits += experts.size
-        slots: Ints = placement.tier_slots[served.slots]
-        return slots
+        self._counts.requests += len(hits)
+        self._counts.hits += len(hits) - len(loads)
+        return loads
+
+    def undo(self, loads: list[Load], event: Routed) -> None:
+        """Remove from the cache the experts that a step could not load."""
+        for load in loads:
+            self._placement.cache.remove(load.piece, event.step * self._layers + event.layer)
 
     def enter_path(self) -> None:
         """Let the path record later steps, if the cache is an LRU cache."""

@@ -115,7 +115,7 @@ class Scheduler:
             or bool(self._planners or self._observers or self._proposers)
         )
         self.resident_steps = ResidentSteps(
-            self.placement, self.transfers, self.prefetcher, self.counts, needs_events
+            self.placement, self.transfers, self.prefetcher, self.counts, needs_events, pin
         )
         self._handlers = self._handlers_by_event()
 

@@ -54,9 +54,20 @@ class HostCache:
         pieces = self.cache.residents()
         return dict(zip(pieces.tolist(), self.cache.state.slot_of[pieces].tolist(), strict=True))
 
+    @property
+    def slot_of(self) -> Ints:
+        """The slot of each piece, or -1."""
+        return self.cache.state.slot_of
+
     def has(self, piece: int) -> bool:
         """Tell whether a piece has a slot."""
-        return bool(self.cache.state.slot_of[piece] >= 0)
+        return bool(self.slot_of[piece] >= 0)
+
+    def use(self, pieces: Sequence[int], clock: int, request: int) -> None:
+        """Report requests of pieces that are complete, and in use for no time."""
+        for piece in pieces:
+            self.request(piece, clock, request, False)
+            self.release(piece, True, clock)
 
     def request(self, piece: int, clock: int, request: int, prefill: bool) -> tuple[int, bool]:
         """Request a piece; return its slot, pinned, and whether it had the slot before.
@@ -99,7 +110,8 @@ class CompleteHostCache:
         slots = np.empty(group_of.size, np.int64)
         slots[order] = places
         self.capacity, self._slots = sum(sizes), slots.tolist()
-        self._present = bytearray(group_of.size)
+        self.slot_of: Ints = np.full(group_of.size, -1)  # of pieces that were requested
+        self._each_slot = memoryview(self.slot_of)  # type: ignore[arg-type]
 
     @staticmethod
     def of(pieces: Pieces, capacity: int, scope: Scope) -> CompleteHostCache | None:
@@ -112,20 +124,24 @@ class CompleteHostCache:
 
     def slots(self) -> dict[int, int]:
         """Return the slot of each piece that was requested, by ascending piece."""
-        return {n: slot for n, slot in enumerate(self._slots) if self._present[n]}
+        return {n: slot for n, slot in enumerate(self.slot_of.tolist()) if slot >= 0}
 
     def has(self, piece: int) -> bool:
         """Tell whether a piece is in its slot, or on its way there."""
-        return bool(self._present[piece])
+        return self._each_slot[piece] >= 0
 
     def request(self, piece: int, clock: int, request: int, prefill: bool) -> tuple[int, bool]:
         """Request a piece; return its slot, and whether it was requested before."""
-        present, self._present[piece] = self._present[piece], True
-        return self._slots[piece], bool(present)
+        slot, present = self._slots[piece], self._each_slot[piece] >= 0
+        self._each_slot[piece] = slot
+        return slot, present
 
     def release(self, piece: int, complete: bool, clock: int) -> None:
         """Record the end of a piece's transfer; remove it unless its bytes are complete."""
-        self._present[piece] = complete
+        self._each_slot[piece] = self._slots[piece] if complete else -1
+
+    def use(self, pieces: Sequence[int], clock: int, request: int) -> None:
+        """Report requests of pieces that are complete: no policy counts them."""
 
 
 class HostTier:
@@ -198,6 +214,18 @@ class HostTier:
         self.leases.add(piece)
         self.hits += resident
         return slot + second * self.capacity, resident
+
+    @property
+    def slot_of(self) -> Ints:
+        """The slot of each expert in host memory, or -1; complete if no transfer is under way."""
+        return self.caches[0].slot_of
+
+    def use(self, experts: Sequence[int], event: Routed) -> None:
+        """Count requests of experts in host memory, which a step loads at once."""
+        self.routed(event)
+        self.requests += len(experts)
+        self.hits += len(experts)
+        self.caches[0].use(experts, self._clock, self._request)
 
     def has(self, piece: int) -> bool:
         """Tell whether an expert, segment or copy has a slot in host memory."""

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,6 +71,14 @@ class Engine:
     def mark(self) -> Mark:
         """Record and return an event after all work launched on the device's current stream."""
         return None
+
+    def mark_time(self) -> Any:
+        """Record and return an event like `mark`, whose time is known once it has passed."""
+        return time.perf_counter()
+
+    def seconds_between(self, begin: Any, end: Any) -> float | None:
+        """Return the device's seconds between two events of `mark_time`; None before the second."""
+        return float(end - begin)
 
     @contextlib.contextmanager
     def copying(self, after: Mark) -> Iterator[None]:
@@ -168,6 +177,15 @@ class Cuda(Engine):
         mark = torch.cuda.Event()
         mark.record(torch.cuda.current_stream(self.device))
         return mark
+
+    def mark_time(self) -> Any:
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record(torch.cuda.current_stream(self.device))
+        return mark
+
+    def seconds_between(self, begin: Any, end: Any) -> float | None:
+        with device_errors():
+            return begin.elapsed_time(end) / 1000 if end.query() else None
 
     @contextlib.contextmanager
     def copying(self, after: Mark) -> Iterator[None]:

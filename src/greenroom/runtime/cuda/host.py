@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from greenroom.config import show_bytes
 from greenroom.core.events import StartChunk
 from greenroom.core.layout import Copy
 from greenroom.errors import DeviceError
-from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.engine import Engine, Mark
 from greenroom.runtime.cuda.registration import PIECE, Registration, pieces_of_memory
 from greenroom.runtime.memory import numa
 from greenroom.runtime.memory.system import reserve_memory
@@ -52,6 +53,8 @@ class HostMemory:
     have the layout that kernels read, and the host processor can compute from them (`slots`): a
     chunk is read into the thread's staging buffer, rearranged into its expert's slot, and copied
     unchanged from there to the GPU.
+
+    plans: what callers derive from the bytes in a slot, until the next read into the slot
     """
 
     def __init__(
@@ -101,6 +104,8 @@ class HostMemory:
             memory = self._bytes[first_byte : self.nbytes]
             self.slots = HostSlots(capacity, stride, memory=memory)
         self._at: dict[tuple[int, int, int], np.ndarray] = {}  # a chunk's bytes, by `_key`
+        self._launched: dict[int, Mark] = {}  # by slot: behind copies that still read it
+        self.plans: dict[int, Any] = {}
         address = self._bytes.ctypes.data
         each = [self.slot_bytes] * len(nodes) if groups is None else [size for _, size in sizes]
         parts = [(n * nbytes, node) for (n, node), nbytes in zip(nodes, each, strict=False)]
@@ -145,6 +150,9 @@ class HostMemory:
         `staging` is the read buffer of the calling thread. `read` may return memory of its own; the
         bytes are then copied.
         """
+        self.plans.pop(action.host_slot, None)
+        if (mark := self._launched.pop(action.host_slot, None)) is not None:
+            self.engine.wait(mark)
         if self.slots is not None and action.host_slot >= 0:
             data = read(chunk, staging)
             self.slots.write(action.host_slot, chunk.extent.copies, data, chunk.start)
@@ -163,9 +171,21 @@ class HostMemory:
 
         They are (copies, bytes, first offset). The chunk must have been read into host memory.
         """
-        if self.slots is not None and action.host_slot >= 0:
-            return in_place_copies(chunk), self.slots.bytes(action.host_slot), 0
+        if action.host_slot >= 0:
+            return self.slot_source(action.host_slot, action.chunk, chunk)
         return chunk.extent.copies, self._at[self._key(action)], chunk.start
+
+    def slot_source(
+        self, host_slot: int, number: int, chunk: Chunk
+    ) -> tuple[tuple[Copy, ...], np.ndarray, int]:
+        """Return the arguments of `chunk_source` for an expert's chunk, by number, in a slot."""
+        if self.slots is not None:
+            return in_place_copies(chunk), self.slots.bytes(host_slot), 0
+        return chunk.extent.copies, self._at[host_slot, number, 1], chunk.start
+
+    def mark_read(self, host_slots: Sequence[int], mark: Mark) -> None:
+        """Have later reads into slots wait for copies that were launched from there."""
+        self._launched |= dict.fromkeys(host_slots, mark)
 
     @staticmethod
     def _key(action: StartChunk) -> tuple[int, int, int]:

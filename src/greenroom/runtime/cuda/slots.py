@@ -34,6 +34,8 @@ class DeviceSlots(SlotPool):
     """Slots for experts in a device's memory, `stride` bytes each.
 
     `stride` is a multiple of 64. Slots need not be consecutive in memory.
+
+    last_mark: the last event of `mark_computed`
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class DeviceSlots(SlotPool):
         self._segments: list[Tensor] = []
         self._first_slots: list[int] = []  # the first slot of each segment
         self._marks: dict[int, Mark] = {}  # behind the last group that reads each slot
-        self._last_mark: Mark = None
+        self.last_mark: Mark = None
         self._marked: Any = engine.current_stream()  # the stream of the last mark
         self._marking = threading.Lock()
-        self._scratch: dict[int, Tensor] = {}  # by thread: bytes before they are rearranged
+        # By thread and stream: bytes before they are rearranged.
+        self._scratch: dict[tuple[int, Any], Tensor] = {}
         self.trim(capacity)
 
     def bytes(self, slot: int) -> Tensor:
@@ -98,29 +101,73 @@ class DeviceSlots(SlotPool):
         if stream != self._marked:
             self.engine.order(self._marked, stream)
             self._marked = stream
-        self._last_mark = self.engine.mark()
-        return self._last_mark
+        self.last_mark = self.engine.mark()
+        return self.last_mark
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
         """Write a chunk of an expert into a device slot, and wait for its arrival.
 
         See `SlotPool.write` for the arguments. Raises DeviceError if the device fails.
         """
-        source, target = torch.from_numpy(data), self.bytes(slot)
         with self.engine.copying(self._marks.get(slot)):
-            for copy in copies:
-                ranges = overlap(copy, start, data.size) if copy.contiguous else None
-                if copy.matrix is not None:
-                    self._separate(source, target, copy, copy.matrix, ranges)
-                elif not copy.contiguous:
-                    self._rearrange(source[copy.source :], target[copy.target :], copy)
-                elif ranges:
-                    target[ranges[1]].copy_(source[ranges[0]], non_blocking=True)
+            self._copy(slot, copies, data, start)
         if self._plane_joiner is None:
             return
         if planes := self._plane_joiner.count_bytes(slot, copies, data.size):
             with self.engine.copying(None):
-                join_on_device(target, planes)
+                join_on_device(self.bytes(slot), planes)
+
+    def launch_write(
+        self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int
+    ) -> None:
+        """Launch the copies of `write` on the calling thread's stream, and wait for nothing.
+
+        `data` stays as it is until they have run. `mark_computed` follows.
+        """
+        self._copy(slot, copies, data, start)
+        if self._plane_joiner is not None and (
+            planes := self._plane_joiner.count_bytes(slot, copies, data.size)
+        ):
+            join_on_device(self.bytes(slot), planes)
+
+    def _copy(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
+        source, target = torch.from_numpy(data), self.bytes(slot)
+        for copy in copies:
+            ranges = overlap(copy, start, data.size) if copy.contiguous else None
+            if copy.matrix is not None:
+                self._separate(source, target, copy, copy.matrix, ranges)
+            elif not copy.contiguous:
+                self._rearrange(source[copy.source :], target[copy.target :], copy)
+            elif ranges:
+                target[ranges[1]].copy_(source[ranges[0]], non_blocking=True)
+
+    def plain_ranges(
+        self, writes: Sequence[tuple[tuple[Copy, ...], np.ndarray, int]]
+    ) -> list[tuple[Tensor, int, int]] | None:
+        """Return what `launch_write` copies, if it copies bytes as they are; else None.
+
+        writes: arguments of `launch_write`, without the slot
+
+        The result has a source, and its first byte and end in a slot, for each copy. Neighbours
+        in both memories are one copy.
+        """
+        ranges = list[tuple[Tensor, int, int]]()
+        for copies, data, start in writes:
+            parts = list[tuple[slice, slice]]()
+            for copy in sorted(copies, key=lambda copy: copy.target):
+                if self._plane_joiner or copy.matrix is not None or not copy.contiguous:
+                    return None
+                if (part := overlap(copy, start, data.size)) is None:
+                    continue
+                source, target = part
+                if parts and (parts[-1][0].stop, parts[-1][1].stop) == (source.start, target.start):
+                    before = parts.pop()
+                    source = slice(before[0].start, source.stop)
+                    target = slice(before[1].start, target.stop)
+                parts.append((source, target))
+            bytes_there = torch.from_numpy(data)
+            ranges += [(bytes_there[source], to.start, to.stop) for source, to in parts]
+        return ranges
 
     def fill(self, slot: int, copy: Tensor, layer: int) -> None:
         """Copy to a nested expert's slot the bytes that its int4 copy shares (see `SlotPool`)."""
@@ -176,14 +223,14 @@ class DeviceSlots(SlotPool):
         )
 
     def _to_scratch(self, source: Tensor) -> Tensor:
-        """Copy bytes to the calling thread's scratch memory on the device.
+        """Copy bytes to scratch memory on the device, of the calling thread and its stream.
 
-        A thread's copies end before its next call.
+        A stream has read it before the next copy writes there.
         """
-        thread, nbytes = threading.get_ident(), source.numel()
-        scratch = self._scratch.get(thread)
+        key, nbytes = (threading.get_ident(), self.engine.current_stream()), source.numel()
+        scratch = self._scratch.get(key)
         if scratch is None or scratch.numel() < nbytes:
-            scratch = self._scratch[thread] = self.engine.empty(-(-nbytes // ALIGNMENT) * ALIGNMENT)
+            scratch = self._scratch[key] = self.engine.empty(-(-nbytes // ALIGNMENT) * ALIGNMENT)
         raw = scratch[:nbytes]
         raw.copy_(source, non_blocking=True)
         return raw
@@ -256,7 +303,7 @@ class DeviceSlots(SlotPool):
     def close(self) -> None:
         """Free the device memory of all slots, when launched computation has read them."""
         with contextlib.suppress(DeviceError):  # of a device that is lost
-            self.engine.wait(self._last_mark)
+            self.engine.wait(self.last_mark)
         for segment in self._segments:
             self.engine.free(segment)
         self._segments.clear()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from greenroom.core.cache.scope import Scope
 from greenroom.core.events import (
@@ -32,10 +31,12 @@ from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.runtime.cuda.host import HostMemory
+from greenroom.runtime.cuda.host_loads import HostLoads
 from greenroom.runtime.cuda.slot_table import SlotTable
+from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver.action_queue import ActionQueue
 from greenroom.runtime.driver.copier import Copier, Failure, Store, read_error
-from greenroom.runtime.driver.deferred_steps import ComputedStep, DeferredSteps
+from greenroom.runtime.driver.device_steps import DeferredSteps, DeviceSteps
 from greenroom.runtime.driver.fair_lock import FairLock
 from greenroom.runtime.driver.host_worker import HostWorker, Job
 from greenroom.runtime.driver.meter import Meter, stall_cause
@@ -74,7 +75,6 @@ class Driver:
         self.scheduler, self.slots, lanes = scheduler, slots, scheduler.view.lanes
         self.pieces = pieces = scheduler.view.pieces
         self.changes = SlotChanges(slots, pieces, slot_table)
-        self.deferred = DeferredSteps(self._serve_together)
         self.meter = Meter.for_lanes(lanes, pieces.layers)
         self.request_counts = np.zeros(pieces.experts, np.int64)  # requests of each expert
         self.miss_counts = np.zeros(pieces.layers, np.int64)  # misses of each layer
@@ -83,12 +83,18 @@ class Driver:
         self.timeline: Timeline | None = None
         self.links, self._store, self.host_memory = links, store, host_memory
         self._actions = ActionQueue()
-        self._lock, self._changed = self._actions.lock, self._actions.changed
-        self._step_lock = FairLock()
+        self.lock, self._changed = self._actions.lock, self._actions.changed
+        self.step_lock = FairLock()
         self._error: Failure | None = None  # of the current step
         self._overlapped_work: Callable[[], object] | None = None
         self.passes = Passes(self.meter, pieces.layers)
         self._chunk_starts: dict[tuple[int, int], float] = {}  # time by (link, lane)
+        loads = None
+        if slot_table is not None and host_memory is not None:
+            assert isinstance(slots, DeviceSlots)
+            loads = HostLoads(store.chunks, slots, host_memory, slot_table)
+        self.device_steps = DeviceSteps(self, loads)
+        self.deferred = DeferredSteps(self.device_steps.serve)
         self._host: HostWorker | None = None
         with contextlib.ExitStack() as opened:  # a refused thread ends those before it
             for each in (host_memory, slots, store, slot_table):
@@ -108,7 +114,7 @@ class Driver:
     def begin_pass(self, at: PassStart) -> None:
         """Begin a forward pass of the model: start its clock and predict its experts."""
         self.deferred.settle()
-        with self._lock:
+        with self.lock:
             self.passes.begin(at)
             self.scheduler.idle.end()
         self.predictions.begin(at, self.passes.number + 1)
@@ -121,6 +127,7 @@ class Driver:
     def end_pass(self) -> None:
         """End the current forward pass, also an abandoned one; do nothing without a pass."""
         self.deferred.settle()
+        self.device_steps.count_loads()
         if (ended := self.passes.end()) is None:
             return
         begin, end, waited, tokens = ended
@@ -155,21 +162,21 @@ class Driver:
 
         compute: called with (experts, slots) of a group; if experts are split into two segments,
             with (experts, slots, part) for the top segments, then for the bottom segments
-        experts: ids within the layer, ascending, int64
+        experts, computed: ids within the layer, ascending, int64; those that were computed already
         rows, weights: number of tokens that chose each expert, and the sum of their gate weights
         tail_weights: each expert's tail weight (see `core.gates`), if misses may be approximated
         observe_routing: returns the routing for the predictor, with the router's inputs if true
         overlapped_work: called at most once, when the step would otherwise wait
         prepare_host_job: makes a job from (experts, slots) for the host processor's thread
-        computed: experts that were computed already, from their slots
 
         Raises StoreError if an expert cannot be read, DeviceError if the device fails. The cache
         stays usable afterwards, also after an exception in `compute`."""
         self.deferred.settle()
         if experts.size == 0:
             return
-        with self._step_lock:
-            self._begin_exclusive(interruptible=True)
+        with self.step_lock:
+            self.begin_exclusive(interruptible=True)
+            self.changes.follow_stream()
             passes, first = self.passes, self.pieces.offsets[layer]
             passes.note_layers(layer, layer)
             pieces = experts + first
@@ -178,7 +185,7 @@ class Driver:
                 passes.number, layer, pieces, passes.request, rows, weights, passes.prefill,
                 tail_weights, prepare_host_job is None, frozenset(first + e for e in computed),
             )  # fmt: skip
-            with self._lock:
+            with self.lock:
                 predicts, residents = self.predictions.enabled, self.scheduler.resident_steps
                 slots = None if predicts else residents.serve(event)
             if slots is not None:
@@ -197,14 +204,6 @@ class Driver:
                 raise
             if action.failed >= 0:
                 raise self._error or read_error(action.failed)
-
-    def launch(self, start: Callable[[], Tensor]) -> Tensor:
-        """Call `start`, which launches a step's computation from the device's table of slots.
-
-        Slots are not resized meanwhile. Returns the result of `start`."""
-        with self._step_lock:
-            self._begin_exclusive(interruptible=True)
-            return start()
 
     def _compute(
         self, layer: int, compute: ComputeExperts, prepare_host_job: PrepareHostJob | None
@@ -239,7 +238,7 @@ class Driver:
         def done(error: BaseException | None) -> None:
             if (timeline := self.timeline) is not None:
                 timeline.add_group(layer, action, begin)
-            with self._lock:
+            with self.lock:
                 if error is not None:
                     self._actions.host_error = self._actions.host_error or error
                     self._changed.notify_all()
@@ -257,29 +256,19 @@ class Driver:
         `find` (see `ResidentTables`) computes layers up to the first one with an expert that is not
         resident; the caller calls `step` for that one. Returns the number of layers computed; None,
         without a call of `find`, if the scheduler must decide or a timeline is recorded."""
-        return self._bypass_events(layers, lambda: self.resident.steps(layers[0], find))
-
-    def _serve_together(self, steps: Sequence[ComputedStep]) -> bool:
-        """Serve steps of one pass together; False if the scheduler must decide."""
-        chosen = [(step.layer, step.experts()) for step in steps]
-        layers = [layer for layer, _ in chosen]
-        return self._bypass_events(layers, lambda: self.resident.serve(chosen)) is not None
-
-    def _bypass_events(self, layers: Sequence[int], serve: Callable[[], int | None]) -> int | None:
-        """Serve consecutive steps without events; return how many were served."""
         if self.timeline is not None:
             return None
-        with self._step_lock:
-            self._begin_exclusive(interruptible=True)
-            done = serve()
+        with self.step_lock:
+            self.begin_exclusive(interruptible=True)
+            done = self.resident.steps(layers[0], find)
             if done:
                 self.passes.note_layers(layers[0], layers[done - 1])
             return done
 
     def send(self, event: Event) -> None:
         """Send an event to the expert scheduler, between the computations of two MoE layers."""
-        with self._step_lock:
-            self._begin_exclusive()
+        with self.step_lock:
+            self.begin_exclusive()
             self._handle(event)
 
     def resize(
@@ -288,21 +277,21 @@ class Driver:
         """Change the number of cache slots, or the devices; wait until the cache has them.
 
         DeviceError if the memory is too small; the number of slots then stays."""
-        with self._step_lock:
-            self._begin_exclusive()
+        with self.step_lock:
+            self.begin_exclusive()
             if capacity == self.scheduler.capacity and scope is None and devices is None:
                 return
             sizes = self.scheduler.view.pool_sizes(capacity, devices) if devices else None
             self.slots.grow(capacity, scope, sizes)
             self._handle(Resized(capacity, None, scope, devices))
-            with self._lock:  # prefetches in flight land first
+            with self.lock:  # prefetches in flight land first
                 while self.scheduler.view.resizing:
                     self._actions.wait()
         least, most = self.capacity_range
         self.capacity_range = min(least, capacity), max(most, capacity)
         self.predictions.resized()
 
-    def _begin_exclusive(self, interruptible: bool = False) -> None:
+    def begin_exclusive(self, interruptible: bool = False) -> None:
         """Begin a step or a resize, after abandoning a step that an exception left unfinished."""
         self._actions.check_open()
         if self.scheduler.step is not None or self._actions:
@@ -311,7 +300,7 @@ class Driver:
             self._actions.check_interrupted()
 
     def _handle(self, event: Event) -> None:
-        with self._lock:
+        with self.lock:
             self._handle_locked(event)
 
     def _handle_locked(self, event: Event) -> None:
@@ -345,7 +334,7 @@ class Driver:
             work()
         if self._actions:  # only this thread takes actions, so it needs no lock
             return self._actions.popleft()
-        with self._lock:
+        with self.lock:
             if not self._actions:
                 begin, cause = time.perf_counter(), stall_cause(self.scheduler.step)
                 self._actions.wait_for_action()
@@ -357,7 +346,7 @@ class Driver:
 
     def _on_delivery(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
         """Handle a chunk of an expert that arrived or failed, in a copier's thread."""
-        with self._lock:
+        with self.lock:
             if self._actions.broken is None:
                 try:
                     self._handle_delivery(action, nbytes, error)
@@ -383,7 +372,7 @@ class Driver:
         """Abandon the current step; wait for its reads and host job, which cannot be cancelled."""
         if self._host is not None:
             self._host.wait()
-        with self._lock:
+        with self.lock:
             self._actions.host_error = None
             self._actions.clear()
             if self.scheduler.step is not None and self._actions.broken is None:
@@ -394,6 +383,6 @@ class Driver:
 
     def close(self) -> None:
         """End the expert driver's threads and free its slots, after the current step."""
-        with self._step_lock:
+        with self.step_lock:
             self._actions.closed = True
             self._opened.close()

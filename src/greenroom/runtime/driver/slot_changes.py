@@ -17,6 +17,12 @@ class SlotChanges:
     def __init__(self, slots: Tier, pieces: Pieces, table: SlotTable | None) -> None:
         self._slots, self._pieces, self.table = slots, pieces, table
 
+    def follow_stream(self) -> None:
+        """Have the calling thread's stream wait for copies that another stream makes in order."""
+        if self.table is not None:
+            with self.table.lock:
+                self.table.follow_stream()
+
     def begin(self, action: StartChunk) -> None:
         """Prepare a slot for a chunk: clear it before the first one, fill it from a copy."""
         if action.first_of_piece and action.slot >= 0:

@@ -28,13 +28,15 @@ class LookUp:
         self.tiles, self.computed = torch.full((top_k, 4), 99), torch.full((top_k,), 99)
         self.order, self.report = torch.full((top_k, 2), 99), torch.zeros(top_k, dtype=torch.int64)
         self._number = torch.zeros(1, dtype=torch.int64)
+        self.size = 1 << (top_k - 1).bit_length()
+        self.changes = torch.full((2 * self.size, 2), -1)
 
     def __call__(self, chosen: list[int], again: bool = False) -> list[tuple[int, int, int]]:
         """Return (number, expert, found) of each word."""
         look_up[(1, 1)](
             torch.tensor([chosen], dtype=self._type), self.offsets, self.tiles, self.computed,
-            self.order, self.report, self._number, FIRST, EXPERTS, self.top_k,
-            AGAIN=again, K=1 << (self.top_k - 1).bit_length(),
+            self.order, self.report, self._number, self.changes, FIRST, EXPERTS, self.top_k,
+            AGAIN=again, K=self.size,
         )  # fmt: skip
         return [(word >> 32, word >> 1 & 0x7FFFFFFF, word & 1) for word in self.report.tolist()]
 
@@ -63,6 +65,23 @@ def test_a_second_look_up_leaves_out_what_was_computed():
     assert lookup([5, 0, 2], again=True) == [(3, 5, 1), (3, 0, 1), (3, 2, 1)]
     assert lookup.tiles[:, 3].tolist() == [0, 1, 0]
     assert lookup([5, 0, 2]) == [(4, 5, 0), (4, 0, 1), (4, 2, 1)]  # another token
+
+
+def test_a_second_look_up_changes_the_table_first():
+    lookup = LookUp(3)
+    lookup.offsets[FIRST + 5], lookup.offsets[1] = 10, 20
+    lookup([5, 0, 2])
+    changes = [[1, ABSENT], [FIRST, -20], [0, 40], [FIRST + 2, 0]]  # of other layers too
+    lookup.changes[:4] = torch.tensor(changes)
+    before = lookup.offsets.clone()
+    assert lookup([5, 0, 2]) == [(2, 5, 1), (2, 0, 0), (2, 2, 0)]
+    assert torch.equal(lookup.offsets, before)  # a first one has no changes
+    assert lookup([5, 0, 2], again=True) == [(3, 5, 1), (3, 0, 1), (3, 2, 1)]
+    assert [lookup.offsets[expert].item() for expert, _ in changes] == [ABSENT, -20, 40, 0]
+    assert lookup.tiles.tolist() == [[0, 5, 0, 0], [-20, 0, 1, 1], [0, 2, 2, 1]]
+    lookup.changes[:] = torch.stack([torch.arange(8) + 1, torch.arange(8) + 100], 1)  # all places
+    lookup([5, 0, 2], again=True)
+    assert lookup.offsets.tolist()[1:9] == [*range(100, 108)]
 
 
 def test_experts_of_other_processes_are_left_out_of_the_sum():

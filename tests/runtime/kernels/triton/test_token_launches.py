@@ -72,7 +72,7 @@ class Rig:
             rig.act(name)
             rig.engine.did.append((name, rig.engine.on[-1]))
             if name == "look-up":
-                report_slots(*first, *launch.arguments)
+                report_slots(*first, *launch.arguments, again=launch.constants["AGAIN"])
 
         monkeypatch.setattr(Launch, "start", start)
 
@@ -88,10 +88,14 @@ class Rig:
 
 def report_slots(
     index: Any, offsets: Any, tiles: Any, computed: Any, order: Any, report: Any, number: Any,
-    *_: Any,
+    changes: Any, *_: Any, again: bool,
 ) -> None:  # fmt: skip
     """Do what the look-up does for the host."""
     number += 1
+    if again:
+        for expert, offset in changes.view(-1, 2).tolist():
+            if expert >= 0:
+                offsets[expert] = offset
     report[:] = (number << 32) | (index[0] << 1) | (offsets[index[0]] > ABSENT)
 
 
@@ -147,6 +151,70 @@ def test_launches_that_were_interrupted_do_not_spoil_later_ones(rig):
         assert [each & 1 for each in rig.token(2, 3)] == [1, 0]
 
 
+def load(rig: Rig, expert: int, slot: int) -> None:
+    """Bring an expert as a copy does that is in order with look-ups."""
+    with rig.table.lock:
+        rig.table.vacate([slot])
+        rig.table.insert(expert, slot)
+        rig.launches.start_again([expert])
+
+
+def found(rig: Rig) -> list[int]:
+    """The experts that the device's table has."""
+    return [n for n, offset in enumerate(rig.table.offsets.tolist()) if offset > ABSENT]
+
+
+def test_a_look_up_writes_the_changes_that_are_new(rig):
+    rig.bring(0, 1)
+    rig.token(0, 1)
+    load(rig, 1, 2)
+    assert found(rig) == [0, 1]
+    assert rig.table.changes == {}
+    rig.bring(3, 2)  # in the place of expert 1, by another thread
+    rig.token(0, 3)
+    assert found(rig) == [0, 3]
+    rig.launches.start_again([3])  # changes of a token before are not written again
+    assert found(rig) == [0, 3]
+    load(rig, 4, 1)
+    assert found(rig) == [3, 4]
+
+
+def test_the_first_graph_writes_no_old_changes(rig):
+    rig.token(0, 1)
+    load(rig, 1, 2)
+    rig.bring(3, 2)
+    rig.engine.did.clear()
+    rig.token(0, 3)  # the second token: sequences become graphs
+    assert rig.engine.did[0] == ("mark", threading.current_thread().name)  # waits for the last one
+    assert found(rig) == [3]
+
+
+@pytest.mark.parametrize("at", ["look-up", "product"])
+def test_changes_survive_an_interrupted_look_up(rig, at):
+    rig.bring(0, 1)
+    rig.token(0, 1)
+
+    def interrupt(name: str) -> None:
+        if name == at:
+            raise KeyboardInterrupt
+
+    rig.act = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        load(rig, 1, 1)
+    rig.act = lambda name: None
+    assert [each & 1 for each in rig.token(0, 1)] == [0, 1]
+    assert found(rig) == [1]
+
+
+def test_more_changes_than_a_look_up_writes_go_before_it(rig):
+    rig.token(0, 1)
+    with rig.table.lock:
+        for expert in range(5):
+            rig.table.insert(expert, expert % 4)
+        rig.launches.start_again([4])
+    assert found(rig) == [0, 1, 2, 3, 4]
+
+
 def test_a_stream_waits_for_the_one_on_which_the_table_was_changed(rig):
     """Two threads, each with a stream of its own, ask the same table in turn."""
     rig.token(0, 1)
@@ -161,8 +229,10 @@ def test_a_stream_waits_for_the_one_on_which_the_table_was_changed(rig):
     rig.engine.did.clear()
     rig.launches.start_again([1], [2])
     assert rig.engine.did[:2] == [("waits for another", main), ("look-up", main)]
-    with pytest.raises(DeviceError, match="not in slot 3"):
+    with pytest.raises(DeviceError, match="has expert 1 in slot 2"):
         rig.launches.start_again([1], [3])
+    with pytest.raises(DeviceError, match="has expert 0 in slot -1"):
+        rig.launches.start_again([0])
 
 
 def test_torch_knows_each_stream_that_writes_the_report(rig, monkeypatch):

@@ -22,7 +22,7 @@ UNKNOWN = ("first", "experts", "top_k")  # numbers that differ between layers: c
 
 @triton.jit(do_not_specialize=UNKNOWN)
 def look_up(
-    index, offsets, tiles, computed, order, report, number, first, experts, top_k,
+    index, offsets, tiles, computed, order, report, number, changes, first, experts, top_k,
     AGAIN: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Look up the slots of a token's experts `index` [top_k], in Triton.
@@ -33,10 +33,17 @@ def look_up(
     order:    [top_k, 2], see `programs.combine`
     report:   [top_k], in the host's memory
     number:   [1], the number of look-ups before this one
+    changes:  [2 * K, 2] in the host's memory, if AGAIN: experts of the model, or -1, and their new
+              offsets, which are written to `offsets` first
     first:    the number of the layer's first expert in `offsets`
     experts:  the layer's number of experts; ids from this one on are of other processes
     AGAIN:    a look-up for the same token was before: its experts get no entries
     """
+    if AGAIN:
+        change = changes + 2 * tl.arange(0, 2 * K)
+        changed = tl.load(change)
+        tl.store(offsets + changed, tl.load(change + 1), mask=changed >= 0)
+        tl.debug_barrier()  # offsets are read by other lanes than wrote them
     k = tl.arange(0, K)
     inside = k < top_k
     expert = tl.load(index + k, mask=inside, other=0).to(tl.int64)

@@ -76,8 +76,12 @@ class TokenLaunches:
             )
             self._copied = torch.zeros(1, dtype=torch.int64, device=device)
             report = self._engine.host_numbers(top_k) if report is None else report
+            size = triton.next_power_of_2(top_k)
+            changes = self._engine.host_numbers(4 * size)
         self._report_there = report
         self._report = report.numpy()
+        changes.fill_(-1)
+        self._changes = memoryview(changes.numpy())  # type: ignore[arg-type]
         self._stream: Any = None  # of the last token
         self._mid = step.mid if plan.activation.code == RAW else None
         self._up = step.projection(
@@ -89,10 +93,9 @@ class TokenLaunches:
         )
         self._sum = step.summation(self._weights)
         arguments = (
-            *(table.offsets, tiles, computed, self._order, report, self._number_there),
+            *(table.offsets, tiles, computed, self._order, report, self._number_there, changes),
             *(first, layer.num_experts, top_k),
         )
-        size = triton.next_power_of_2(top_k)
         self._look_up, self._look_again = (
             Launch(look_up.look_up, (1, 1), arguments, {"AGAIN": again, "K": size, "num_warps": 1})
             for again in (False, True)
@@ -100,6 +103,7 @@ class TokenLaunches:
         self._sequences: Sequence[Work] = (self._compute, self._compute_again)
         self._in_graphs = False
         self._counts_agree = True  # of look-ups here and on the device
+        self._changed = 0  # numbers in use of `_changes`
 
     def start(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Launch the computation of one token's experts; return the sum of those in slots.
@@ -109,6 +113,7 @@ class TokenLaunches:
         """
         with self._table.lock, self._on_device:  # a context of Python's costs 10 microseconds
             self._follow_stream()
+            self._table.write_changes()
             if self._number and not self._in_graphs:
                 self._capture()
             self._x.copy_(x)
@@ -138,6 +143,7 @@ class TokenLaunches:
         """
         with self._table.lock, self._on_device:
             self._follow_stream()
+            self._table.write_changes()
             yield
 
     def _follow_stream(self) -> None:
@@ -162,6 +168,9 @@ class TokenLaunches:
     def _capture(self) -> None:
         """Make a graph of each sequence of launches, after all of its kernels were compiled."""
         self._in_graphs = True
+        if self._changed:  # those of the previous token, which the device may still read
+            self._engine.wait(self._engine.mark())
+            self._hand_over_changes()
         # For the previous token, whose result does not change.
         self._look_up_by(self._compute_again)
         self._sequences = [self._engine.capture(each) for each in self._sequences]
@@ -177,17 +186,37 @@ class TokenLaunches:
         launch()
         self._counts_agree = True
 
-    def start_again(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+    def start_again(self, experts: Sequence[int], slots: Sequence[int] | None = None) -> None:
         """Launch the computation of the experts that have arrived since the last launch.
 
-        `experts` are some of them, in `slots`; raises DeviceError if the table does not say so.
+        `experts` are some of them, in `slots`; None: in any ones. Raises DeviceError if the table
+        does not say so.
         """
         with self._table.lock, self._on_device:
             self._follow_stream()
-            for expert, slot in zip(experts, slots, strict=True):
-                if self._table.slot_of(self._first + expert) != slot:
-                    raise DeviceError(f"the table of slots has expert {expert} not in slot {slot}")
+            for number, expert in enumerate(experts):
+                slot = self._table.slot_of(self._first + expert)
+                if slot < 0 or (slots is not None and slot != slots[number]):
+                    raise DeviceError(f"the table of slots has expert {expert} in slot {slot}")
+            self._hand_over_changes()
             self._look_up_by(self._sequences[1])
+            self._table.changes.clear()
+
+    def _hand_over_changes(self) -> None:
+        """Let the next look-up write the table's changes.
+
+        The last one that was given any has run: this token's report was read after it.
+        """
+        changes, numbers = self._table.changes, self._changes
+        if 2 * len(changes) > len(numbers):
+            self._table.write_changes()
+        end = 0
+        for expert, offset in changes.items():  # a slice of NumPy's takes longer
+            numbers[end], numbers[end + 1] = expert, offset
+            end += 2
+        for unused in range(end, self._changed, 2):
+            numbers[unused] = -1
+        self._changed = end
 
     def result(self) -> Tensor:
         """Return the sum over the experts that were computed, after `start_again`: [1, H]."""

@@ -1,0 +1,163 @@
+"""Steps of one token whose experts a device finds in its slots by itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from greenroom.core.events import Routed
+from greenroom.core.predictor import LayerRouting
+from greenroom.runtime.cuda.host_loads import HostLoads
+
+if TYPE_CHECKING:  # it has a `DeviceSteps`
+    from greenroom.runtime.driver.driver import Driver
+
+
+class ComputedStep(NamedTuple):
+    """A step of one token that a device has computed from slots.
+
+    experts: returns the step's experts, as ids within the layer, ascending
+    serve:   lets the scheduler serve the step
+    """
+
+    layer: int
+    experts: Callable[[], list[int]]
+    serve: Callable[[], None]
+
+
+class DeferredSteps(threading.local):
+    """The calling thread's steps that were computed, and that the scheduler has yet to serve.
+
+    They are of one pass. They are served before the thread asks anything else of the scheduler,
+    which therefore decides as if it had served them at once. The device computes later layers
+    meanwhile.
+    """
+
+    def __init__(self, serve_together: Callable[[Sequence[ComputedStep]], int]) -> None:
+        """Begin without steps; `serve_together` serves the first ones, returns how many."""
+        self._serve_together, self._steps = serve_together, list[ComputedStep]()
+
+    def add(self, step: ComputedStep) -> None:
+        """Add a step, to be served after those before."""
+        if self._steps and step.layer <= self._steps[-1].layer:
+            self.settle()
+        self._steps.append(step)
+
+    def settle(self) -> None:
+        """Serve all steps."""
+        if self._steps:
+            steps, self._steps = self._steps, []
+            for step in steps[self._serve_together(steps) :]:
+                step.serve()
+
+
+class DeviceSteps:
+    """Steps of one token whose experts a device finds in its slots by itself.
+
+    The host hears of a choice when what is in slots has been computed. Where nothing but the
+    eviction policy decides, the scheduler serves the step at once, and no thread waits.
+    """
+
+    def __init__(self, driver: Driver, loads: HostLoads | None) -> None:
+        """Serve a driver's steps; `loads` launches copies, None: the copier makes them all."""
+        self._driver, self._loads = driver, loads
+
+    def launch(self, start: Callable[[], Tensor]) -> Tensor:
+        """Call `start`, which launches a step's computation from the device's table of slots.
+
+        Slots are not resized meanwhile. Returns the result of `start`.
+        """
+        with self._driver.step_lock:
+            self._driver.begin_exclusive(interruptible=True)
+            return start()
+
+    def serve(self, steps: Sequence[ComputedStep]) -> int:
+        """Serve steps of a pass that were computed; return how many until one needs events."""
+        driver = self._driver
+        if driver.timeline is not None or driver.predictions.enabled:
+            return 0
+        chosen = [(step.layer, step.experts()) for step in steps]
+        resident, residents = driver.resident, driver.scheduler.resident_steps
+        with driver.step_lock:
+            driver.begin_exclusive(interruptible=True)
+            if resident.is_open:
+                served = resident.serve(chosen)
+                if served:
+                    driver.passes.note_layers(chosen[0][0], chosen[-1][0])
+                return served or 0
+            with driver.lock:
+                for number, (layer, experts) in enumerate(chosen):
+                    event = self._event(layer, experts)
+                    if residents.serve(event) is None:
+                        return number
+                    self._count(event)
+        return len(chosen)
+
+    def load(
+        self,
+        layer: int,
+        experts: Sequence[int],
+        compute: Callable[[], object],
+        observe_routing: Callable[[bool], LayerRouting],
+    ) -> bool:
+        """Serve a step whose missing experts are in host memory, and launch their copies.
+
+        experts: those of the layer that the token chose, ascending
+        compute: launches the computation of the missing experts, which are in slots by then
+        observe_routing: see `Driver.step`
+
+        Returns False, and counts nothing, if the step needs events. What `compute` raises leaves
+        the missing experts without slots.
+        """
+        driver, loads = self._driver, self._loads
+        if loads is None or driver.timeline is not None:
+            return False
+        with driver.step_lock:
+            driver.begin_exclusive(interruptible=True)
+            event, residents = self._event(layer, experts), driver.scheduler.resident_steps
+            with driver.lock:
+                missing = residents.load(event, time.perf_counter())
+                if missing is None:
+                    return False
+                try:
+                    loads.launch(layer, missing, compute)
+                except BaseException:
+                    residents.undo(missing, event)
+                    raise
+                self._count(event)  # while experts are on their way
+                driver.miss_counts[layer] += len(missing)
+                self._count_ended(loads)
+            if driver.predictions.enabled:
+                driver.predictions.reached(event.step, layer)
+                driver.predictions.routed(layer, observe_routing)
+        return True
+
+    def count_loads(self) -> None:
+        """Count the bytes and seconds of the launched copies that have ended."""
+        if self._loads is not None:
+            with self._driver.lock:
+                self._count_ended(self._loads)
+
+    def _count_ended(self, loads: HostLoads) -> None:
+        meter = self._driver.meter
+        for layer, nbytes, seconds in loads.take_ended():
+            meter.links[-1].nbytes += nbytes
+            meter.links[-1].busy_s += seconds
+            meter.add_stall(layer, "miss", seconds)
+
+    def _event(self, layer: int, experts: Sequence[int]) -> Routed:
+        """Return the event of the next step, of a layer in this pass or the next one."""
+        driver = self._driver
+        passes, first = driver.passes, driver.pieces.offsets[layer]
+        number = passes.number + (layer <= passes.layer)
+        pieces = np.array([first + expert for expert in experts], np.int64)
+        return Routed(number, layer, pieces, passes.request, prefill=passes.prefill)
+
+    def _count(self, event: Routed) -> None:
+        self._driver.passes.note_layers(event.layer, event.layer)
+        self._driver.resident.count(event.experts)
