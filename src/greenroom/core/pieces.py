@@ -142,11 +142,6 @@ class Copies:
         remainder = (nbytes - low,) * layers if nested else ()
         return cls((nbytes,) * layers, (low,) * layers, remainder, secondary_slots)
 
-    @property
-    def reserved(self) -> int:
-        """Return the size of all slots for low-precision copies, counted in exact experts."""
-        return -(-self.secondary_slots * max(self.low) // max(self.exact))
-
 
 @dataclass(frozen=True)
 class Pieces:
@@ -200,26 +195,37 @@ class Pieces:
 
     @classmethod
     def with_split(
-        cls, offsets: Sequence[int], split: Split, chunks: Sequence[int] | None = None
+        cls,
+        offsets: Sequence[int],
+        split: Split,
+        chunks: Sequence[int] | None = None,
+        devices: int = 1,
+        active: Sequence[int] | None = None,
+        placement: str = EXPERTS,
     ) -> Pieces:
-        """Make the pieces of a model with split experts, on one device: top and bottom segments.
+        """Make the pieces of a model with split experts: top and bottom segments.
 
-        offsets: the dense id of each layer's first expert, and the number of experts, [layers + 1]
-        chunks:  the number of transfers of each piece (default: 1)
+        See `unsplit` for the other arguments.
         """
-        return replace(cls._of(offsets, (split.tops, split.bottoms), chunks), split=split)
+        of = cls._of(offsets, (split.tops, split.bottoms), chunks, devices, active, placement)
+        return replace(of, split=split)
 
     @classmethod
     def with_copies(
-        cls, offsets: Sequence[int], copies: Copies, chunks: Sequence[int] | None = None
+        cls,
+        offsets: Sequence[int],
+        copies: Copies,
+        chunks: Sequence[int] | None = None,
+        devices: int = 1,
+        active: Sequence[int] | None = None,
+        placement: str = EXPERTS,
     ) -> Pieces:
-        """Make the pieces of a model with low-precision copies, on one device: experts and copies.
+        """Make the pieces of a model with low-precision copies: experts and copies.
 
-        offsets: the dense id of each layer's first expert, and the number of experts, [layers + 1]
-        chunks:  the number of transfers of each piece (default: 1)
+        See `unsplit` for the other arguments.
         """
         kinds = (copies.exact, copies.low, copies.remainder)[: 3 if copies.remainder else 2]
-        return replace(cls._of(offsets, kinds, chunks), copies=copies)
+        return replace(cls._of(offsets, kinds, chunks, devices, active, placement), copies=copies)
 
     @classmethod
     def _of(
@@ -280,16 +286,28 @@ class Pieces:
             return [capacity]
         if active is not None:
             return self.on_devices(active).slots_per_device(capacity)
-        return slots_per_device(capacity, self._experts_per_device.tolist())
+        return slots_per_device(capacity, self.experts_per_device)
+
+    @property
+    def secondary_slots(self) -> list[int]:
+        """The number of slots for bottom segments or low-precision copies on each device.
+
+        Each device with experts has at least one, if there are any.
+        """
+        if (parts := self.split or self.copies) is None:
+            return [0] * self.devices
+        return self.slots_per_device(max(parts.secondary_slots, len(self.active_devices)))
 
     @property
     def active_devices(self) -> list[int]:
         """Return the devices that have experts, ascending."""
-        return np.flatnonzero(self._experts_per_device).tolist()
+        return np.flatnonzero(self.experts_per_device).tolist()
 
     @property
-    def _experts_per_device(self) -> Ints:
-        return np.bincount(self.home_device[: self.experts], minlength=self.devices)
+    def experts_per_device(self) -> list[int]:
+        """Return the number of experts of each device; 0 for a spare one."""
+        counts = np.bincount(self.home_device[: self.experts], minlength=self.devices)
+        return [int(n) for n in counts]
 
     def on_devices(self, active: Sequence[int]) -> Pieces:
         """Return the same pieces with home devices among `active`, which get all experts.
@@ -308,7 +326,7 @@ class Pieces:
         """
         if self.placement == EXPERTS:
             return Fraction(len(self.active_devices))
-        return Fraction(self.experts, int(self._experts_per_device.max()))
+        return Fraction(self.experts, max(self.experts_per_device))
 
     def layers_beside(self, layer: int) -> int:
         """Count the layers whose experts are on the same devices as a layer's."""

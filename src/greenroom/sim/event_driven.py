@@ -287,21 +287,16 @@ def _pieces(
     """List what can be cached: whole experts, segments of experts, or experts and copies."""
     chunk_bytes, devices, parts = options.chunk_bytes, options.devices, None
     if (at := options.approximation) is not None:
-        if devices > 1 or options.split is not None or options.config.uses_host():
+        if options.split is not None or options.config.uses_host():
             raise UsageError(
                 "a simulation with --low-below, --skip-below or --substitute-below supports only"
-                " one device, whole experts and one processor: leave out --split, --devices and"
-                " --co-compute"
+                " whole experts and one processor: leave out --split and --co-compute"
             )
         check_weights(trace)
         sizes = CopySizes.of(at, options.nested, options.low)
-        parts = sizes.pieces(trace, expert_bytes, capacity, chunk_bytes)
+        parts = sizes.pieces(trace, expert_bytes, capacity, chunk_bytes, devices)
     elif options.split is not None:
-        if devices > 1:
-            raise UsageError(
-                "--split works only with one device in a simulation: leave out --devices"
-            )
-        parts = split_pieces(trace, expert_bytes, options.split, chunk_bytes)
+        parts = split_pieces(trace, expert_bytes, options.split, chunk_bytes, devices)
     if parts is not None:
         return parts
     chunks, experts = max(1, -(-expert_bytes // chunk_bytes)), int(trace.offsets[-1])
@@ -313,7 +308,11 @@ def _pieces(
 
 
 def split_pieces(
-    trace: Trace, expert_bytes: int, split: float | Sequence[float], chunk_bytes: int = CHUNK_BYTES
+    trace: Trace,
+    expert_bytes: int,
+    split: float | Sequence[float],
+    chunk_bytes: int = CHUNK_BYTES,
+    devices: int = 1,
 ) -> Pieces:
     """Split each expert of a trace into two segments, cached separately.
 
@@ -323,7 +322,7 @@ def split_pieces(
     cut = Split.of(expert_bytes, split, trace.layers, SECONDARY_SLOTS_PER_CHOICE * trace.top_k)
     sizes = np.repeat((cut.tops, cut.bottoms), trace.experts_per_layer, axis=1).reshape(-1)
     chunks = [-(-n // chunk_bytes) for n in sizes.tolist()]
-    return Pieces.with_split(trace.offsets.tolist(), cut, chunks)
+    return Pieces.with_split(trace.offsets.tolist(), cut, chunks, devices)
 
 
 def check_policy(policy: Policy) -> None:

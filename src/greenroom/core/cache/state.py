@@ -31,7 +31,7 @@ def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
     if pieces.split is not None:
         return top_slots(pieces, pieces.split, capacity, scope)
     if pieces.copies is not None:
-        capacity = exact_slots(pieces.copies, capacity)
+        capacity = exact_slots(pieces, pieces.copies, capacity)
     sizes: list[int] = []
     for device, share in enumerate(pieces.slots_per_device(capacity)):
         if not share and pieces.devices > 1:  # a spare device
@@ -57,6 +57,21 @@ def _layer_sizes(capacity: int, experts: Sequence[int], scope: Scope) -> list[in
     for layer, size in zip(layers, divided, strict=True):
         sizes[layer] = size
     return sizes
+
+
+def pool_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
+    """Return the number of slots of each pool in a memory.
+
+    A pool has equal slots on one device. Of each kind of slots there is one pool on each device:
+    pool n is of kind n // devices, on device n % devices. Top segments have one kind for each slot
+    group of a device, other experts one. Bottom segments or low-precision copies are the last kind.
+    """
+    sizes = np.reshape(group_sizes(pieces, capacity, scope), (pieces.devices, -1))
+    if pieces.split is None:
+        sizes = sizes.sum(axis=1, keepdims=True)
+    if pieces.split is not None or pieces.copies is not None:
+        sizes = np.column_stack([sizes, pieces.secondary_slots])
+    return [int(n) for n in sizes.T.ravel()]
 
 
 def slot_groups(pieces: Pieces, sizes: Sequence[int]) -> Ints | None:

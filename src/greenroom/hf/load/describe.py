@@ -97,7 +97,7 @@ class Description:
         readers:      threads that read experts, each with its own buffer
         compiled:     whether compiled kernels on a CPU compute the experts
         min_slots:    expert slots that must fit; otherwise BudgetError names a sufficient budget
-        caller_bytes: bytes of the process that the calling program uses for itself
+        caller_bytes: bytes of this memory that the calling program uses for itself
 
         On a CPU, the memory of Python and libraries is the least that the last three runs of this
         model measured on this machine. Without such runs, it is the memory of this process plus an
@@ -105,7 +105,7 @@ class Description:
         """
         skeleton, on_a_gpu = self.skeleton, self.keys_values.on_a_gpu
         need = MemoryNeeds(
-            process=0,
+            process=caller_bytes,
             dense=skeleton.dense_bytes,
             kv_cache=0,
             workspace=0,

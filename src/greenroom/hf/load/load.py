@@ -109,8 +109,8 @@ def load_with(
 
     remember:     use the routing and memory figures of earlier runs, and save those of this run
     progress:     called with the share of loading time so far (0 to 1) and the name of a step
-    caller_bytes: bytes of a CPU run's `--memory` that the calling program uses for itself
-    picture_tokens: of a picture, for which a CPU run sets memory aside; 0: the caller reads none
+    caller_bytes: bytes of main memory that the calling program uses for itself
+    picture_tokens: of a picture, for which memory is set aside; 0: the caller reads none
     mtp:          load the checkpoint's MTP layer too, which drafts tokens (`--speculate mtp`)
     variants:     let each token choose between the model itself and each of `--adapter`
     """
@@ -128,7 +128,8 @@ def load_with(
         setup = requested_setup(files, description, config, remember)
         tokenizer = tokenizer_of(files.checkpoint)
         context, block = description.context, description.prompt_block
-        caller_bytes += picture_bytes(skeleton.model, context, picture_tokens, block)
-        budget = budget_for(description, setup, config, caller_bytes)
+        pictures = picture_bytes(skeleton.model, context, picture_tokens, block)
+        host_bytes = caller_bytes + pictures.pixels
+        budget = budget_for(description, setup, config, host_bytes, pictures.activations)
         setup = complete_setup(description, budget, config)
         return attach(description, budget, setup, config, progress), tokenizer

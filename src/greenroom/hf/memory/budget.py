@@ -168,6 +168,7 @@ def host_slots(
     kv: int = 0,
     slot_bytes: int | None = None,
     pieces: Pieces | None = None,
+    caller_bytes: int = 0,
 ) -> tuple[int, int]:
     """Return the `--host-memory` budget in bytes, and how many experts it can cache.
 
@@ -176,9 +177,11 @@ def host_slots(
     kv:          bytes of keys and values that are offloaded to host memory
     slot_bytes:  bytes of an expert, if cached experts have another layout than on disk
     pieces:      the experts' segments or copies, which are cached too; None: experts are unsplit
+    caller_bytes: bytes that the calling program uses for itself
     Raises BudgetError if a given budget is too small for the process and its staging slots.
     """
-    available, process = available_bytes() + rss_bytes(), rss_bytes()
+    process = rss_bytes()
+    available, process = available_bytes() + process, process + caller_bytes
     budget = _amount(host_memory, "--host-memory", available)
     chunks = chunks_of(catalog, pieces)
     staging_bytes, expert_bytes = slot_sizes(chunks)

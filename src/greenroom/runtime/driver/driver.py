@@ -281,7 +281,7 @@ class Driver:
             self.begin_exclusive()
             if capacity == self.scheduler.capacity and scope is None and devices is None:
                 return
-            sizes = self.pieces.slots_per_device(capacity, devices) if devices else None
+            sizes = self.scheduler.view.pool_sizes(capacity, devices) if devices else None
             self.slots.grow(capacity, scope, sizes)
             self._handle(Resized(capacity, None, scope, devices))
             with self.lock:  # prefetches in flight land first
