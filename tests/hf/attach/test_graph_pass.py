@@ -80,10 +80,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 NAMES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3"]
 OTHERS = [
     "afmoe", "aria_text", "axk1", "cohere2_moe", "deepseek_v2", "dots1", "ernie4_5_moe",
-    "exaone_moe",
-    "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoeshared",
-    "hunyuan_v1_moe", "hy_v3", "kolibri1", "longcat_flash", "minimax_m2", "minimax_m3_vl_text",
-    "mistral4", "qwen2_moe",
+    "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "granitemoe",
+    "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1", "longcat_flash", "minimax_m2",
+    "minimax_m3_vl_text", "mistral4", "qwen2_moe",
 ]  # fmt: skip
 
 
