@@ -38,7 +38,8 @@ DATA = Path(__file__).with_name("published.json")
 DENSE_BITS = 16
 OVERHEAD, KV = 600 << 20, 100 << 20  # bytes on the card besides weights: libraries, buffers; KV
 CONTEXT = 4096
-GRAPHS = {"qwen3moe", "mixtral"}  # families whose tokens are one graph if all experts have slots
+# Families whose tokens are one graph if all experts have slots.
+GRAPHS = {"qwen3moe", "mixtral", "gpt-oss", "deepseek2", "glm4moe"}
 DISK = Link(3e9, 1e-4, 4)
 
 

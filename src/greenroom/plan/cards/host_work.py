@@ -13,5 +13,5 @@ MISS = 0.13e-3  # further time of a layer that waits for experts (`misses` less 
 FETCH = 0.0  # further time for each of these experts: less than runs differ
 HOP = 0.3e-3  # for each other GPU than the first that computes experts of a layer
 # Where every expert has a slot and the model's decoder can be one CUDA graph (`graph`):
-GRAPH_TOKEN = 0.115e-3  # of a token
-GRAPH_LAYER = 3.6e-6  # further time of each layer
+GRAPH_TOKEN = 0.14e-3  # of a token
+GRAPH_LAYER = 0.9e-6  # further time of each layer
