@@ -237,6 +237,21 @@ def test_changes_that_were_handed_over_in_part_are_not_written_later(rig, monkey
     assert found(rig) == [0, 2, 3]
 
 
+def test_a_step_s_second_group_does_not_overwrite_changes_of_the_first(rig, monkeypatch):
+    """No report says that the device has read them."""
+    rig.token(0, 1)
+    for expert in range(2):
+        rig.bring(expert, expert)
+    rig.table.insert(2, 3)  # an exception came in another thread before it was written
+    memory = InterruptedMemory(rig.launches._changes)
+    memory.left = 99
+    monkeypatch.setattr(rig.launches, "_changes", memory)
+    for expert in range(2):
+        rig.launches.start_again([expert], [expert])
+    assert memory.left == 99
+    assert found(rig) == [0, 1, 2]
+
+
 def test_more_changes_than_a_look_up_writes_go_before_it(rig):
     rig.token(0, 1)
     with rig.table.lock:

@@ -199,6 +199,8 @@ class TokenLaunches:
                 slot = self._table.slot_of(self._first + expert)
                 if slot < 0 or (slots is not None and slot != slots[number]):
                     raise DeviceError(f"the table of slots has expert {expert} in slot {slot}")
+            if slots is not None:  # no report came after the last group's look-up
+                self._table.write_changes()
             self._hand_over_changes()
             self._look_up_by(self._sequences[1])
             self._table.changes.clear()
