@@ -202,6 +202,37 @@ def test_experts_in_host_memory_take_no_other_thread(monkeypatch):
         check_table(driver)
 
 
+class LateTimes(Engine):
+    """An engine whose copies end long after they were launched, or are lost."""
+
+    state = "running"
+
+    def seconds_between(self, begin: Any, end: Any) -> float | None:
+        if self.state == "lost":
+            raise DeviceError("the GPU failed")
+        return 1.0 if self.state == "ended" else None
+
+
+def test_statistics_have_the_copies_that_end_after_a_pass(monkeypatch):
+    engine = LateTimes()
+    with placed(
+        "qwen3_moe", monkeypatch, engine, kernels="triton", capacity=6, host_capacity=999
+    ) as model:
+        for token in ids(4, 1).repeat(2, 1):  # experts come from disk, then from host memory
+            model(token[None])
+        model.greenroom.driver.end_pass()
+        pending = model.greenroom.driver.device_steps._loads._launched
+        nbytes, count = sum(copies.nbytes for copies in pending), len(pending)
+        before = model.greenroom.stats()
+        assert nbytes > 0
+        engine.state = "lost"
+        assert model.greenroom.stats().links[1]["bytes"] == before.links[1]["bytes"]
+        engine.state = "ended"
+        after = model.greenroom.stats()
+        assert after.links[1]["bytes"] - before.links[1]["bytes"] == nbytes
+        assert model.greenroom.driver.meter.stalls["miss"] >= count
+
+
 class ThreadStreams(Engine):
     """An engine whose threads have streams of their own."""
 

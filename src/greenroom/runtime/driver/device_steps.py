@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 from greenroom.core.events import Routed
 from greenroom.core.predictor import LayerRouting
 from greenroom.core.scheduler.resident_steps import Load
+from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.host_loads import HostLoads
 from greenroom.runtime.driver.action_queue import ActionQueue
 
@@ -156,7 +158,7 @@ class DeviceSteps:
     def count_loads(self) -> None:
         """Count the bytes and seconds of the launched copies that have ended."""
         if self._loads is not None:
-            with self._driver.lock:
+            with self._driver.lock, contextlib.suppress(DeviceError):  # of a device that is lost
                 self._count_ended(self._loads)
 
     def _count_ended(self, loads: HostLoads) -> None:
