@@ -13,6 +13,7 @@ launch takes a few microseconds more, and a GPU's queue hides what is done befor
     misses    layers that wait for an expert
     to copy   of these, from the report of missing experts to the launch of the first copy: so long
               the device waits for the host, which does the rest while bytes are on their way
+    rest      a layer's share of the decoder's other host work: attention, norms, router
     graph     a layer's share of a token that is one graph, all of the decoder's host work
     launches  a layer; a graph of kernels is one
 """
@@ -29,7 +30,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,16 @@ os.environ["TRITON_INTERPRET"] = "1"  # kernels are Python functions, which can 
 # isort: off
 import greenroom  # noqa: F401, before torch, for the threads of OpenMP
 import torch
+from torch import nn
 
 # isort: on
 from common import commit, machine, table
 from worker import Passes
 
+from greenroom.core.home_devices import DevicePlacement
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.attach.graph_pass import GraphPass
+from greenroom.hf.attach.token_attention import TokenAttention
 from greenroom.hf.measure.random_model import Shape, small_model
 from greenroom.hf.memory import devices
 from greenroom.hf.memory.setup import ModelSetup
@@ -59,8 +62,8 @@ from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
 from greenroom.runtime.slots.tier import ABSENT
 
 SHAPE = Shape(hidden=64, inner=32, layers=8, experts=64, top_k=8)
-COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "to copy us", "graph us",
-           "launches", "layers hit", "layers missed", "tokens as graphs")  # fmt: skip
+COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "to copy us", "rest us",
+           "graph us", "launches", "layers hit", "layers missed", "tokens as graphs")  # fmt: skip
 
 
 class Launches:
@@ -76,6 +79,7 @@ class Launches:
         look_up.look_up = Launch(self, write_report)  # type: ignore[assignment]
         token_attention.attend = token_attention.append = nothing  # type: ignore[assignment]
         token_attention.merge = Launch(self, lambda *arguments, **_: arguments[1].zero_())  # type: ignore
+        TokenAttention._is_near = True
 
 
 def write_report(
@@ -130,15 +134,17 @@ class Clock:
     """CPU seconds of each call of a layer's experts, by whether it missed any.
 
     deferred: those of steps before, that are served while the device computes
+    rest:     those of other tokens outside of experts
     tokens:   those of whole tokens that are one graph
     """
 
-    def __init__(self, greenroom_: Greenroom, launches: Launches) -> None:
+    def __init__(self, decoder: nn.Module, greenroom_: Greenroom, launches: Launches) -> None:
         self.seconds: dict[bool, list[float]] = defaultdict(list)
         self.deferred, self.tokens, self.on = list[float](), list[float](), False
+        self.rest, self._experts, self._is_graph = list[float](), 0.0, False
         self.to_copy, self._reported = list[float](), 0.0
         read_report, copy = TokenLaunches.read_report, HostLoads._copy
-        compute, replay = GraphPass.forward, GraphPass._replay
+        compute, replay = decoder.forward, GraphPass._replay
         driver, inner = greenroom_.driver, forward._forward
         settle = driver.deferred.settle
 
@@ -172,6 +178,7 @@ class Clock:
             begin = time.thread_time()
             result = inner(*arguments)
             seconds = time.thread_time() - begin - (launches.seconds - stubs)
+            self._experts += seconds
             if self.on:
                 self.seconds[int(driver.miss_counts.sum()) > misses].append(seconds)
             return result
@@ -181,28 +188,32 @@ class Clock:
             self._is_graph = result is not None
             return result
 
-        def timed_token(graph_pass: GraphPass, *arguments: Any, **keywords: Any) -> Any:
-            self._is_graph, stubs, begin = False, launches.seconds, time.thread_time()
-            result = compute(graph_pass, *arguments, **keywords)
-            if self._is_graph and self.on:
-                self.tokens.append(time.thread_time() - begin - (launches.seconds - stubs))
+        def timed_token(*arguments: Any, **keywords: Any) -> Any:
+            self._is_graph, self._experts = False, 0.0
+            stubs, begin = launches.seconds, time.thread_time()
+            result = compute(*arguments, **keywords)
+            seconds = time.thread_time() - begin - (launches.seconds - stubs)
+            if self.on and self._is_graph:
+                self.tokens.append(seconds)
+            elif self.on:
+                self.rest.append(seconds - self._experts)
             return result
 
         def remove() -> None:
-            forward._forward = inner
-            GraphPass.forward, GraphPass._replay = compute, replay  # type: ignore[method-assign]
+            forward._forward, GraphPass._replay = inner, replay  # type: ignore[method-assign]
             TokenLaunches.read_report = read_report  # type: ignore[method-assign]
             HostLoads._copy = copy  # type: ignore[method-assign]
+            vars(decoder).pop("forward", None)
 
         forward._forward, self.remove = timed, remove
         GraphPass._replay = noted  # type: ignore[method-assign]
-        if (graph := greenroom_.bindings._graph) is not None:
-            graph._decoder.forward = partial(timed_token, graph)
+        decoder.forward = timed_token
 
 
 def measure(
-    folder: Path, cache: str, tokens: int, prefetch: str, launches: Launches, profiled: bool
-) -> list[str]:
+    folder: Path, cache: str, tokens: int, prefetch: str, launches: Launches, profiled: bool,
+    placement: str | None,
+) -> list[str]:  # fmt: skip
     skeleton = ModelSkeleton.of(folder)
     layers = len(skeleton.catalog.layers)
     model: Any = skeleton.load()
@@ -212,9 +223,10 @@ def measure(
     setup = ModelSetup(
         skeleton.catalog, slots, policy, cuda=True, kernels="triton",
         host_capacity=skeleton.catalog.experts, prefetch=prefetch,
+        devices=(0,) if placement is None else (0, 1), placement=DevicePlacement(placement or ""),
     )  # fmt: skip
     model.greenroom = Greenroom(model, setup)
-    clock, passes = Clock(model.greenroom, launches), Passes(model)
+    clock, passes = Clock(model.base_model, model.greenroom, launches), Passes(model)
     profiler = cProfile.Profile(time.thread_time)
     try:
         with torch.inference_mode():
@@ -227,7 +239,7 @@ def measure(
             passes.decode(tokens)
             profiler.disable()
         hits, misses = clock.seconds[False], clock.seconds[True]
-        whole = [seconds / layers for seconds in clock.tokens]
+        rest, whole = ([each / layers for each in own] for own in (clock.rest, clock.tokens))
         ratio = model.greenroom.stats().hit_ratio
     finally:
         clock.remove()
@@ -240,9 +252,9 @@ def measure(
 
     each = launches.count / max(1, len(hits) + len(misses) + len(whole) * layers)
     return [
-        f"{setup.capacity}", f"{ratio:.1%}", middle(hits), middle(clock.deferred), middle(misses),
-        middle(clock.to_copy), middle(whole), f"{each:.1f}", f"{len(hits)}", f"{len(misses)}",
-        f"{len(whole)}",
+        f"{setup.capacity}", f"{ratio:.1%}",
+        *map(middle, (hits, clock.deferred, misses, clock.to_copy, rest, whole)),
+        f"{each:.1f}", f"{len(hits)}", f"{len(misses)}", f"{len(whole)}",
     ]  # fmt: skip
 
 
@@ -252,6 +264,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--layers", type=int, default=SHAPE.layers, help="of the model")
     parser.add_argument("--prefetch", default="off")
+    parser.add_argument(
+        "--placement", choices=("experts", "layers"), help="of experts on two GPUs (default: one)"
+    )
     parser.add_argument("--profile", action="store_true", help="also profiles of as many tokens")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -262,7 +277,9 @@ def main() -> None:
     print(f"commit {commit()}; {machine()}\n")
     with tempfile.TemporaryDirectory() as scratch, small_model(Path(scratch), shape) as folder:
         rows = [
-            measure(folder, cache, args.tokens, args.prefetch, launches, args.profile)
+            measure(
+                folder, cache, args.tokens, args.prefetch, launches, args.profile, args.placement
+            )
             for cache in args.cache
         ]
     print(table(COLUMNS, rows))

@@ -38,6 +38,7 @@ DATA = Path(__file__).with_name("published.json")
 DENSE_BITS = 16
 OVERHEAD, KV = 600 << 20, 100 << 20  # bytes on the card besides weights: libraries, buffers; KV
 CONTEXT = 4096
+GRAPHS = {"qwen3moe", "mixtral"}  # families whose tokens are one graph if all experts have slots
 DISK = Link(3e9, 1e-4, 4)
 
 
@@ -78,6 +79,7 @@ def model_of(row: dict[str, Any], named: dict[str, Any]) -> Model:
         name=row["model"], fingerprint="", experts_per_layer=(sizes["experts"],) * sizes["layers"],
         top_k=sizes["top_k"], expert_bytes=expert, slot_bytes=expert, dense_bytes=dense,
         read_bytes=dense - embedding, overhead_bytes=OVERHEAD, kv_bytes=KV, context=CONTEXT,
+        token_graph="shape" in row and SHAPES[row["shape"]].family in GRAPHS,
     )  # fmt: skip
 
 
@@ -88,7 +90,8 @@ def predictions(row: dict[str, Any], model: Model, bracket: bool) -> tuple[Predi
     memory = row["memory_gib"] << 30
     machine = predict_machine(card, Host(memory, rate, DISK))
     cpu, gpu = machine.processors
-    bare = replace(machine, processors=(cpu, replace(gpu, layer=0.0, fetch=0.0)))
+    bare = replace(gpu, layer=0.0, fetch=0.0, miss=0.0, graph_token=0.0)
+    bare = replace(machine, processors=(cpu, bare))
     workload, budgets = synthetic_workload(model), (AUTO_SHARE * card.memory, AUTO_SHARE * memory)
     with_python, without = (
         predict(model, machine_costs(each, model, processor="gpu"), workload,
@@ -112,7 +115,8 @@ def cells(row: dict[str, Any], model: Model, bracket: bool) -> tuple[str, ...]:
         min((e for e in (each.moved, each.shared) if e), key=lambda e: e.tpot)
         for each in (ours, bare)
     )
-    how = "all resident" if ours.fits else "shared" if best is ours.shared else "moved"
+    how = "graph" if ours.graph else "shared" if best is ours.shared else "moved"
+    how = "resident" if ours.fits and not ours.graph else how
     published = row["tokens_s"]
     return (
         *first, f"{1 / best.tpot:.3g}", f"{1 / best.high:.3g} to {1 / best.low:.3g}",

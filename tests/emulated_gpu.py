@@ -10,6 +10,7 @@ synchronous; streams, events and pinned memory are not emulated.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -188,17 +189,25 @@ class Event:
     def synchronize(self) -> None: ...
 
 
+class Stream(contextlib.nullcontext[None]):
+    """A stream whose work is complete when it is launched."""
+
+    def wait_stream(self, other: Any) -> None: ...
+
+
 def emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give `greenroom.load` emulated GPUs, with any `--device` but `cpu`."""
+    """Give `greenroom.load` emulated GPUs, with `--device cuda`."""
     register()
     torch.utils._device._device_constructors()  # before some of them are replaced
     for function in (torch.tensor, torch.arange):
         monkeypatch.setattr(torch, function.__name__, _from_host(function))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: Stream())
+    monkeypatch.setattr(torch, "Stream", Stream)  # of transformers' offloaded KV cache
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number=0: EmulatedGpu.name)
     monkeypatch.setattr(
         ids, "_pinned", lambda number, like: torch.empty(like.shape, dtype=like.dtype)
     )
-    monkeypatch.setattr(resolve, "on_a_gpu", lambda config: config.device != "cpu")
+    monkeypatch.setattr(resolve, "on_a_gpu", lambda config: config.device.startswith("cuda"))
     monkeypatch.setattr(places, "engine_for", lambda setup, number: EmulatedGpu(number))

@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 from greenroom.cli.estimate import machine
+from greenroom.cli.estimate.card import recommendation
 from greenroom.config import LoadConfig
+from greenroom.core.cost import Work
 from greenroom.core.machine import Machine
 from greenroom.hf.load.describe import describe
 from greenroom.plan.cards import table
 from greenroom.plan.cards.machine import HOST_SHARE, PCIE_SHARE
 from greenroom.plan.cards.table import find_card, load_cards
 from tests.cli.conftest import Run
+from tests.models import cached_tiny
 from tests.options import needs_option
 from tests.plan.models import MACHINE
 
@@ -43,7 +46,8 @@ def test_what_is_predicted_and_assumed_is_said(cli: Run, folder: Path, home: Pat
         "24 GiB at 1,008 GB/s, of which 70% are assumed, as other engines reach",
         "PCIe 4x16 at 23.6 GB/s, 75% of the data sheet",
         "64 GiB of memory at 60.0 GB/s, disk at 5.00 GB/s",
-        "Python takes 0.8 ms a layer",
+        "Python takes 0.65 ms a layer, and 0.13 ms more if experts are missing",
+        "The pass of a token is one CUDA graph",
         "experts fit in the card's memory",
         "routing: synthetic",
     ):
@@ -99,11 +103,45 @@ def test_what_is_not_given_is_as_this_machine_has_it(cli: Run, folder: Path, hom
         (("--gpu", "4090", "--disk-speed", "fast"), "--disk-speed is 'fast': write bytes"),
         (("--gpu", "4090", "--quick"), "--quick and --path measure this machine: leave them out"),
         (("--memory", "8GiB"), "--memory describes the machine of --gpu: give --gpu CARD too"),
+        (("--num-gpus", 2), "--num-gpus describes the machine of --gpu: give --gpu CARD too"),
+        (("--gpu", "t4", "--num-gpus", 0), "--num-gpus must be at least 1, got 0"),
         (("--pcie", "4x8"), "--pcie describes the machine of --gpu: give --gpu CARD too"),
     ],
 )
 def test_wrong_values_get_one_line(cli: Run, folder: Path, options: tuple[str, ...], said: str):
     assert said in cli("doctor", folder, *options).mistake
+
+
+def test_several_cards_have_a_placement(cli: Run, folder: Path):
+    ran = cli("doctor", folder, "--gpu", "t4", "--num-gpus", 2, *HOST)
+    assert ran.code == 0, ran.err
+    assert "all 16 experts fit in the memory of 2 cards." in ran.out
+    assert "placement: whole layers on each GPU: a token's experts take about" in ran.out
+    assert "CUDA graph" not in ran.out
+    shown = cli("doctor", folder, "--gpu", "t4", "--num-gpus", 2, *HOST, "--json").json
+    assert (shown["num_gpus"], shown["device_placement"], shown["token_graph"]) == (
+        2, "layers", False,
+    )  # fmt: skip
+    one = cli("doctor", folder, "--gpu", "t4", *HOST, "--json").json
+    assert (one["num_gpus"], one["device_placement"], one["token_graph"]) == (1, None, True)
+
+
+def test_a_model_without_a_graph_is_named(cli: Run):
+    ran = cli("doctor", cached_tiny("qwen3_next"), "--gpu", "t4", *HOST)
+    assert ran.code == 0, ran.err
+    assert "The pass of a token is no CUDA graph: this model has none." in ran.out
+
+
+@needs_option("co_compute")
+def test_co_computing_is_recommended_where_tokens_are_surely_faster() -> None:
+    """The host takes 2 ms for an expert that needs 4 ms to move, or 9 ms."""
+    from tests.plan.cards.test_predict import COSTS, MODEL, prediction
+
+    (line, _) = recommendation(prediction(16, MODEL.experts))
+    assert re.match(r"recommended: --co-compute auto, with \d+% less time a token in this", line)
+    slow = replace(COSTS, host=Work.constant(9e-3))
+    assert recommendation(prediction(16, MODEL.experts, slow)) == []
+    assert recommendation(prediction(MODEL.experts, 0)) == []
 
 
 @needs_option("co_compute")

@@ -28,8 +28,9 @@ LAYERS, EXPERTS = 2, 6
 OFFSETS = [0, 6, 12]
 
 
-def pieces(chunks: int = 1, devices: int = 1) -> Pieces:
-    return Pieces.unsplit(OFFSETS, [100] * LAYERS, [chunks] * OFFSETS[-1], devices)
+def pieces(chunks: int = 1, devices: int = 1, placement: str = "experts") -> Pieces:
+    every = [chunks] * OFFSETS[-1]
+    return Pieces.unsplit(OFFSETS, [100] * LAYERS, every, devices, placement=placement)
 
 
 def ids(*experts: int) -> np.ndarray:
@@ -118,13 +119,14 @@ class RandomDriver:
         """Check that a piece goes to its home device, on that device's link."""
         home = int(self.s.pieces.home_device[action.piece])
         assert action.link in self.s.transfers.queue.paths[home]
-        kinds = kinds_of(self.s.placement.cache)
-        if self.s.pieces.split is not None:  # each group's tops have slots of their own, and so on
-            bottom = action.piece >= self.s.pieces.experts
-            home = kinds - 1 if bottom else int(self.s.placement.cache.state.group_of[action.piece])
-        elif self.s.pieces.copies is not None:
-            home = int(self.s.pieces.experts <= action.piece < 2 * self.s.pieces.experts)
-        assert action.slot % kinds == home
+        kinds, pieces = kinds_of(self.s.placement.cache), self.s.pieces
+        kind, secondary = 0, pieces.experts <= action.piece < 2 * pieces.experts
+        if secondary:
+            kind = kinds // pieces.devices - 1
+        elif pieces.split is not None:  # the tops of each group of a device have their own slots
+            group = int(self.s.placement.cache.state.group_of[action.piece])
+            kind = group % (kinds // pieces.devices - 1)
+        assert action.slot % kinds == kind * pieces.devices + home
 
     def _check_top_computed(self, experts: np.ndarray, part: int) -> None:
         """Check that a bottom segment runs after its top segment, which is still in its slot."""

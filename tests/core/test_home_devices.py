@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greenroom.core.cache.cache import Cache
+from greenroom.core.cache.scope import least_capacity
+from greenroom.core.cache.state import group_sizes
 from greenroom.core.events import Computed, ComputeGroup, Landed, Resized, Routed
 from greenroom.core.home_devices import home_devices, slots_per_device, spread
 from greenroom.core.pieces import Pieces
@@ -57,6 +60,74 @@ def test_the_experts_of_a_token_are_as_even_as_by_chance(devices):
         hashed.append(np.bincount(home[chosen], minlength=devices).max())
         drawn.append(np.bincount(rng.integers(0, devices, 8), minlength=devices).max())
     assert np.mean(hashed) <= np.mean(drawn) * 1.01
+
+
+@pytest.mark.parametrize(
+    ("counts", "devices", "homes"),
+    [
+        ([6] * 4, 2, [0, 0, 1, 1]),
+        ([6] * 5, 2, [0, 0, 1, 1, 1]),  # the middle of the third layer is the middle of all
+        ([6] * 5, 3, [0, 0, 1, 2, 2]),
+        ([2, 2, 2, 6], 2, [0, 0, 0, 1]),  # by experts, not by layers
+        ([9, 1, 1], 3, [0, 1, 2]),  # each device has a layer
+        ([1, 1, 9], 3, [0, 1, 2]),
+    ],
+)
+def test_whole_layers_by_hand(counts, devices, homes):
+    offsets = np.concatenate([[0], np.cumsum(counts)]).tolist()
+    active = range(10, 10 + devices)
+    assert home_devices(offsets, active, "layers").tolist() == [
+        10 + home for home, count in zip(homes, counts, strict=True) for _ in range(count)
+    ]
+
+
+@given(st.lists(st.integers(1, 80), min_size=1, max_size=12), st.integers(1, 14), st.data())
+def test_whole_layers_are_consecutive_and_every_device_has_some(counts, devices, data):
+    offsets = np.concatenate([[0], np.cumsum(counts)]).tolist()
+    if devices > len(counts):
+        with pytest.raises(UsageError, match=f"can be placed on 1 to {len(counts)} devices"):
+            home_devices(offsets, range(devices), "layers")
+        return
+    every = Pieces.unsplit(offsets, [1] * len(counts), devices=devices, placement="layers")
+    homes = every.home_device[offsets[:-1]]
+    assert every.home_device.tolist() == np.repeat(homes, counts).tolist()
+    assert {*np.diff(homes).tolist()} <= {0, 1}
+    assert (homes[0], homes[-1]) == (0, devices - 1)
+    load = np.bincount(every.home_device).tolist()
+    if len({*counts}) == 1:
+        assert max(load) - min(load) <= counts[0]
+    each = data.draw(st.integers(1, 99))  # slots in the memory of each device
+    slots = min(int(each * every.equal_devices), sum(load))
+    if min(load) * slots >= sum(load):  # each device gets one
+        shares = every.slots_per_device(slots)
+        assert max(shares) <= each
+        assert shares == load or slots < sum(load)
+    alone = every.on_devices([0])
+    assert (alone.home_device == 0).all()
+    assert (alone.equal_devices, alone.on_devices(range(devices)).placement) == (1, "layers")
+
+
+def test_slots_of_whole_layers_belong_to_these_layers():
+    every = Pieces.unsplit([0, 6, 12, 18], [1] * 3, devices=2, placement="layers")  # homes 0 1 1
+    assert every.slots_per_device(9) == [3, 6]
+    assert every.equal_devices == Fraction(3, 2)
+    assert group_sizes(every, 9, "shared") == [3, 6]
+    assert group_sizes(every, 9, "per-layer") == [3, 0, 0, 0, 3, 3]
+    assert group_sizes(every, 9, (1.0, 2.0, 1.0)) == [3, 0, 0, 0, 4, 2]
+    assert least_capacity(every, "per-layer") == 3
+    assert least_capacity(every.on_devices([0]), "per-layer") == 3
+    assert [every.layers_beside(layer) for layer in range(3)] == [1, 2, 2]
+    spread = Pieces.unsplit([0, 6, 12, 18], [1] * 3, devices=2)
+    assert least_capacity(spread, "per-layer") == 6
+    assert [spread.layers_beside(layer) for layer in range(3)] == [3, 3, 3]
+
+
+def test_a_prompt_fills_the_slots_of_its_layer_s_device():
+    every = Pieces.unsplit([0, 6, 12, 18], [1] * 3, devices=2, placement="layers")
+    s = Scheduler(every, 9, policy("lru"))
+    assert [s.placement.prompt_share(layer) for layer in range(3)] == [3, 3, 3]
+    served = s.placement.cache.serve(ids(0, 1, 2, 3, 4), 0, fill=3)
+    assert (served.slots >= 0).sum() == 3
 
 
 @given(st.integers(1, 300), st.lists(st.integers(1, 99), min_size=1, max_size=6))
@@ -157,9 +228,15 @@ def test_a_resize_moves_nothing_to_another_device():
             assert slot // 2 < s.pieces.slots_per_device(capacity)[slot % 2]
 
 
-@pytest.mark.parametrize("name", [n for n in sorted(POLICIES) if not policy(n).needs_trace])
-def test_devices_come_and_go_under_every_policy(name):
-    every = Pieces.unsplit([0, 6, 12], [1, 1], devices=3, active=(0, 1))
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        *((n, "experts") for n in sorted(POLICIES) if not policy(n).needs_trace),
+        *((n, "layers") for n in ("lru", "moe-infinity", "s3fifo")),
+    ],
+)
+def test_devices_come_and_go_under_every_policy(name, placement):
+    every = Pieces.unsplit([0, 6, 12, 18], [1] * 3, devices=3, active=(0, 1), placement=placement)
     assert every.active_devices == [0, 1]
     s = Scheduler(every, 6, policy(name), lanes=2)
     driver, rng = RandomDriver(s, random.Random(1), 0.0), np.random.default_rng(0)
@@ -173,8 +250,8 @@ def test_devices_come_and_go_under_every_policy(name):
             assert every.home_device.tolist() == s.placement.home_device
             kept = {piece for piece in before if every.home_device[piece] == home[piece]}
             assert set(s.residents().tolist()) <= kept
-        chosen = np.sort(rng.permutation(6)[:2]) + 6 * (number % 2)
-        driver.run(number, number % 2, chosen.astype(np.int64), cancel=False, prefill=False)
+        chosen = np.sort(rng.permutation(6)[:2]) + 6 * (number % 3)
+        driver.run(number, number % 3, chosen.astype(np.int64), cancel=False, prefill=False)
         assert sorted(driver.computed) == chosen.tolist()
         each = every.slots_per_device(capacity)
         assert [n > 0 for n in each] == [d in every.active_devices for d in range(3)]

@@ -51,9 +51,10 @@ def test_bits_are_those_of_routing_on_the_host(name, monkeypatch, caplog):
         assert torch.equal(each, expected)
 
 
-def test_a_token_is_one_graph(caplog):
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_a_token_is_one_graph(name, caplog):
     """With the bits of passes that load experts; it follows the KV cache of each request."""
-    folder, found = str(cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True)), []
+    folder, found = str(cached_tiny(name, dtype="bfloat16", tokenizer=True)), []
     for cache in ("100%", "25%"):
         model, _ = greenroom.load(
             folder, device="cuda", cache=cache, prefetch="off", kernels="triton"

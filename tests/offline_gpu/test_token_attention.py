@@ -20,8 +20,17 @@ from tests.offline_gpu.launches import Launch
 from tests.offline_gpu.limits import SHARED
 from tests.offline_gpu.listing import operation, read_listing
 
-# Heads, key heads, and their width.
-MODELS = {"qwen3-30b-a3b": (32, 4, 128), "olmoe-1b-7b": (16, 16, 128), "mixtral-8x7b": (32, 8, 128)}
+# Heads, key heads, and the widths of a key and of a value.
+MODELS = {
+    "qwen3-30b-a3b": (32, 4, 128, 128),
+    "olmoe-1b-7b": (16, 16, 128, 128),
+    "mixtral-8x7b": (32, 8, 128, 128),
+    "gpt-oss-120b": (64, 8, 64, 64),
+    "deepseek-v3": (128, 1, 512, 64),  # the two vectors of a token
+    "deepseek-v3, expanded": (128, 128, 192, 128),
+}
+WINDOWS = {"gpt-oss-120b": 128}
+HAVE_SINKS, LATENT = {"gpt-oss-120b"}, {"deepseek-v3"}
 ROOM = 4096
 FLOATING = {"FADD", "FMUL", "FFMA", "FMNMX", "FMNMX3", "MUFU", "HMMA", "HGMMA", "FSETP", "FSEL"}
 
@@ -40,18 +49,22 @@ def launches(
         def start(self) -> None: ...
 
     monkeypatch.setattr(token_attention, "Launch", Recorder)
-    heads, key_heads, width = MODELS[model]
-    room = -(-tokens // 256) * 256
+    heads, key_heads, width, values_width = MODELS[model]
+    latent, room = model in LATENT, -(-tokens // 256) * 256
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    query, keys = empty(1, heads, 1, width), empty(1, key_heads, room, width)[:, :, :tokens]
+    query = empty(1, heads, 1, width + latent * values_width)
+    keys, values = (empty(1, key_heads, room, n)[:, :, :tokens] for n in (width, values_width))
+    sinks = empty(heads) if model in HAVE_SINKS else None
     if in_place:
-        new, numbers = keys[:, :, :1], (empty(n, dtype=torch.int64) for n in (4, 1))
-        token_attention.attend_in_place(query, new, new, *numbers, 0.1, ROOM)
+        new = keys[:, :, :1], values[:, :, :1]
+        numbers, most = (empty(n, dtype=torch.int64) for n in (4, 1)), WINDOWS.get(model, ROOM)
+        token_attention.attend_in_place(query, *new, *numbers, 0.1, most, sinks, latent)
     else:
-        token_attention.attend_to_all(query, keys, keys, 0.1)
+        mask = None if sinks is None else empty(1, 1, 1, tokens)  # as transformers has it then
+        token_attention.attend_to_all(query, keys, values, 0.1, mask, sinks, latent)
     return recorded
 
 
@@ -59,9 +72,10 @@ def launches(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_the_machine_code_is_within_its_limits(architecture, in_place, monkeypatch):
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-120b", "deepseek-v3"])
+def test_the_machine_code_is_within_its_limits(model, architecture, in_place, monkeypatch):
     assert not triton.knobs.runtime.interpret, "run it by make check-gpu-offline"
-    for launch in launches("qwen3-30b-a3b", in_place, monkeypatch):
+    for launch in launches(model, in_place, monkeypatch):
         found = examine(launch, architecture)
         assert not found.spills
         assert found.shared <= SHARED[architecture][0]
@@ -88,11 +102,12 @@ def arithmetic(launch: Launch, architecture: int) -> list[str]:
 @pytest.mark.offline_gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_a_graph_s_kernels_round_as_those_without_a_graph(architecture, monkeypatch):
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "deepseek-v3"])
+def test_a_graph_s_kernels_round_as_those_without_a_graph(model, architecture, monkeypatch):
     """Neither fuses other operations, nor takes another order of sums."""
     once, again = (
         [arithmetic(each, architecture) for each in made if each.label != "append"]
-        for made in (launches("qwen3-30b-a3b", kind, monkeypatch) for kind in (False, True))
+        for made in (launches(model, kind, monkeypatch) for kind in (False, True))
     )
     assert [Counter(each) for each in once] == [Counter(each) for each in again]
     assert sum(map(len, once)) > 50
@@ -100,8 +115,8 @@ def test_a_graph_s_kernels_round_as_those_without_a_graph(architecture, monkeypa
 
 @pytest.mark.offline_gpu
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("model", ["olmoe-1b-7b", "mixtral-8x7b"])
-def test_other_numbers_of_heads_fit_too(model, monkeypatch):
+@pytest.mark.parametrize("model", ["olmoe-1b-7b", "mixtral-8x7b", "deepseek-v3, expanded"])
+def test_other_numbers_and_widths_of_heads_fit_too(model, monkeypatch):
     for launch in launches(model, False, monkeypatch):
         found = examine(launch, 80)
         assert not found.spills

@@ -21,6 +21,21 @@ def test_a_profile_by_hand():
     assert model_costs.lanes == (3,)
 
 
+def test_tokens_of_a_model_with_a_graph_take_the_time_of_a_graph():
+    """A token takes 8 ms and each of four layers 1 ms in place of 50 ms: 3 ms a layer."""
+    (cpu,) = MACHINE.processors
+    with_graph = replace(cpu, layer=50e-3, graph_token=8e-3, graph_layer=1e-3)
+    machine = replace(MACHINE, processors=(with_graph,))
+    assert machine_costs(machine, MODEL).resident is None
+    model = replace(MODEL, token_graph=True)
+    assert machine_costs(MACHINE, model).resident is None
+    costs = machine_costs(machine, model)
+    assert costs.resident is not None
+    for tokens, layer in ((1, 3e-3), (2, 50e-3), (64, 50e-3)):
+        own = costs.dense.seconds(tokens) - 50e-3
+        assert costs.resident.seconds(tokens) == pytest.approx(own + layer)
+
+
 def runs(base: float, handling: float, *fetched: float) -> list[RunMeasurement]:
     """Of a machine that takes so much, and delivers 100 MB/s."""
     return [RunMeasurement(base + handling * n + 0.5, 0.5, n, 1e8 * n, n) for n in fetched]

@@ -53,11 +53,13 @@ def test_a_step_s_tail_weights_are_those_of_its_tokens():
             assert at.prefill or step.tail_weights.size == step.experts.size
 
 
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("nested", [False, True])
-def test_bytes_and_counts_of_approximated_misses_add_up(nested):
+def test_bytes_and_counts_of_approximated_misses_add_up(nested, devices):
     of = weighed()
     at = Approximation(low=0.7, precision="int4", share=0.25)
-    ranked_weights, sizes = run(of, at, low=None, nested=nested), CopySizes.of(at, nested)
+    ranked_weights = run(of, at, low=None, nested=nested, devices=devices)
+    sizes = CopySizes.of(at, nested)
     c, copies = ranked_weights.counts, sizes.pieces(of, BYTES, 16, 1 << 20).copies
     assert c.low > 0
     exact = c.misses - c.low - c.joined
@@ -117,15 +119,8 @@ def test_a_sweep_accepts_approximation():
         study.run(Cell("lru", 16, "none"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"devices": 2}, "supports only one device"),
-        ({"split": 0.5}, "supports only one device"),
-    ],
-)
-def test_impossible_options_are_errors(options, message):
-    with pytest.raises(UsageError, match=message):
-        run(weighed(), Approximation(low=0.5), **options)
+def test_impossible_options_are_errors():
+    with pytest.raises(UsageError, match="supports only whole experts and one processor"):
+        run(weighed(), Approximation(low=0.5), split=0.5)
     with pytest.raises(UsageError, match="the trace has no gate weights"):
         run(trace(), Approximation(low=0.5))

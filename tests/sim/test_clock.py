@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -95,6 +97,29 @@ def test_devices_compute_resident_experts_at_the_same_time():
     assert one.misses == two.misses == 4
     assert (one.seconds, two.seconds) == (pytest.approx(8), pytest.approx(4))
     assert one.compute == two.compute == pytest.approx(8)
+
+
+def test_other_devices_get_the_inputs_one_after_another():
+    """Four experts on four devices: the second waits 1 s for its inputs, the fourth 3 s."""
+    four = Pieces.unsplit([0, 4], [1000], devices=4)
+    costs = replace(costs_of(Link(bandwidth=float("inf")), expert=0.5), hop=1.0)
+    result = simulate(steps([0, 1, 2, 3]), four, 4, policy("lru"), costs=costs)
+    assert result.seconds == pytest.approx(3.5)
+    assert simulate(steps([0]), four, 4, policy("lru"), costs=costs).seconds == 0.5
+    assert simulate(steps([3]), four, 4, policy("lru"), costs=costs).seconds == 1.5
+
+
+def test_whole_layers_wait_for_one_link():
+    """Layer 1 is on the second device; each expert takes 1 s on its link, and inputs 0.25 s."""
+    layers = Pieces.unsplit([0, 4, 8], [1000] * 2, devices=2, placement="layers")
+    costs = replace(costs_of(Link(bandwidth=1000, lanes=1), expert=0.5), hop=0.25)
+    both = [TraceStep(0, n, np.array([4 * n, 4 * n + 1], np.int64)) for n in range(2)]
+    result = simulate(both, layers, 8, policy("lru"), costs=costs)
+    # The first expert is computed while the second one comes.
+    assert result.seconds == pytest.approx((2 + 0.5) + (2 + 0.5))
+    again = [TraceStep(1, n, step.experts) for n, step in enumerate(both)]
+    hits = simulate(both + again, layers, 8, policy("lru"), costs=costs)
+    assert hits.seconds == pytest.approx(result.seconds + 2 * 0.5 + 2 * 0.5 + 0.25)
 
 
 def test_new_costs_apply_from_the_time_of_the_change():

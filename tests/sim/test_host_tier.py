@@ -51,18 +51,22 @@ def low_precision() -> SchedulerConfig:
 
 
 LOW = low_precision()
-EACH = pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param({"split": 0.5}, id="halves"),
-        pytest.param({"split": 0.25}, id="quarters"),
-        pytest.param({"split": (0.75, 1.0), "scope": "per-layer"}, id="one-layer"),
-        pytest.param({"config": LOW}, id="copies", marks=needs_option("miss_precision")),
-    ],
-)
+WAYS = [
+    pytest.param({"split": 0.5}, id="halves"),
+    pytest.param({"split": 0.25}, id="quarters"),
+    pytest.param({"split": (0.75, 1.0), "scope": "per-layer"}, id="one-layer"),
+    pytest.param({"config": LOW}, id="copies", marks=needs_option("miss_precision")),
+]
+ON_TWO = [
+    pytest.param({"split": 0.5, "devices": 2}, id="halves-on-two"),
+    pytest.param(
+        {"config": LOW, "devices": 2}, id="copies-on-two", marks=needs_option("miss_precision")
+    ),
+]
+EACH = pytest.mark.parametrize("way", WAYS)
 
 
-@EACH
+@pytest.mark.parametrize("way", [*WAYS, *ON_TWO])
 @pytest.mark.parametrize("seed", range(3))
 def test_more_host_memory_reads_less_and_changes_no_miss(way, seed):
     trace, runs = traced(seed), []

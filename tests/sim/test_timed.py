@@ -22,6 +22,7 @@ COSTS = Costs(
     Work(((1, 0.1), (4, 0.15), (16, 0.9))),
     Work(((1, 0.2), (9, 0.5))),
     handling=0.03,
+    miss=0.07,
     wake=0.2,
 )
 
@@ -63,6 +64,16 @@ def test_what_is_fetched_is_handled_by_the_processor():
     assert result.ttft.tolist() == pytest.approx([5.5 + 0.125])
     assert result.gaps.tolist() == pytest.approx([2.5, 3.25 + 0.125])
     assert result.compute == pytest.approx(6.0 + 4 * 0.25 + 4 * 0.25 + 4 * 0.125)
+
+
+def test_a_layer_that_waits_takes_longer_once() -> None:
+    """As above, and 0.125 s for each layer with misses: the prompt and the second token."""
+    trace = small.of([[[0, 2]], [[1, 2]], [[0, 1]], [[3, 1]]], [[-2, 1, 1]])
+    costs = Costs((Link(NBYTES, lanes=1),), Work(((1, 0.25),)), Work.constant(2.0), miss=0.125)
+    result = run(trace, 3, costs, chunk_bytes=NBYTES)
+    assert result.ttft.tolist() == pytest.approx([5.5])  # while the link goes on
+    assert result.gaps.tolist() == pytest.approx([2.5, 3.25 + 0.125])
+    assert result.compute == pytest.approx(6.0 + 4 * 0.25 + 4 * 0.25 + 2 * 0.125)
 
 
 def test_what_follows_a_wait_takes_longer():

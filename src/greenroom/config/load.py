@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from greenroom.amounts import Amount, bytes_check, parse_memory
 from greenroom.config.tables import check_policy, check_predictor
 from greenroom.config.values import KERNELS, KV, PREDICT_IN, parse_adapters, parse_device
+from greenroom.core.config.base import AUTO
 from greenroom.core.config.scheduler import TAU, SchedulerConfig
 from greenroom.errors import UsageError
 from greenroom.option import CACHE, INEXACT, MACHINE, MEMORY, PREFETCHING, at_least, option, within
@@ -192,6 +193,11 @@ class LoadConfig(SchedulerConfig):
         if self.spare_devices >= len(parse_device(self.device)[1]) and self.spare_devices:
             raise UsageError(
                 f"--spare-devices {self.spare_devices}: --device {self.device} must name more GPUs"
+            )
+        if self.device_placement != AUTO and len(parse_device(self.device)[1]) < 2:
+            raise UsageError(
+                f"--device-placement {self.device_placement} needs several GPUs: name them in"
+                " --device, as cuda:0,cuda:1"
             )
         if self.host_memory is not None and self.device == "cpu":
             raise UsageError(

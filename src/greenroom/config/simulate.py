@@ -9,7 +9,7 @@ from pathlib import Path
 from greenroom.amounts import Amount
 from greenroom.config.serve import LOOKUP, OFF
 from greenroom.config.tables import SYSTEMS
-from greenroom.core.config.base import VALUE
+from greenroom.core.config.base import AUTO, VALUE
 from greenroom.core.config.scheduler import TAU, SchedulerConfig
 from greenroom.errors import UnknownName, UsageError
 from greenroom.option import (
@@ -180,6 +180,10 @@ class SimulateConfig(SchedulerConfig):
             raise UsageError(
                 f"--machine simulates the passes of a run, not --order {self.order}: leave out"
                 " --order, or give --order runtime"
+            )
+        if self.devices == 1 and self.device_placement != AUTO:
+            raise UsageError(
+                f"--device-placement {self.device_placement} needs several devices: give --devices"
             )
         if self.pin not in PINS and (self.replayed != "runtime" or self.machine is not None):
             raise UsageError("--pin FILE works only with --order runtime and without --machine")

@@ -54,6 +54,11 @@ class Work:
         """Copy a computation's durations, with seconds added to each of them."""
         return Work(tuple((tokens, duration + seconds) for tokens, duration in self.points))
 
+    def with_single(self, seconds: float) -> Work:
+        """Copy a computation's durations, with another one for a single token."""
+        later = [point for point in self.points if point[0] > 2]
+        return Work(((1, seconds), (2, self.seconds(2)), *later))
+
     def seconds(self, tokens: int) -> float:
         """Return the duration of a computation for a number of tokens."""
         above = bisect_left(self.points, (tokens, 0.0))
@@ -74,10 +79,14 @@ class Costs:
               device)
     expert:   the computation of one expert, for the number of tokens that chose it
     dense:    the computation of the rest of one layer, for the number of tokens of the pass
+    resident: the same as `dense`, where every expert has a slot on one device; None: no other time
     handling: processor time for each fetched expert: the same cores copy its bytes, and it is
               computed in a call of its own
+    miss:     processor time for each layer that waits for missing experts, whatever their number
     ahead:    additional time of a layer while a predictor of experts runs
     host:     the same as `expert`, on the host's processor; None if the host computes nothing
+    hop:      time of the host and the links for another device than the first in a step: the step's
+              inputs are copied there, and outputs back
     wake:     slowdown after a wait of the processor, per second of the wait, up to `COOLED`
               (4 ms) of it: threads have fallen asleep, caches have lost data, and clock rates have
               dropped
@@ -90,6 +99,9 @@ class Costs:
     ahead: float = 0.0
     host: Work | None = None
     wake: float = 0.0
+    hop: float = 0.0
+    miss: float = 0.0
+    resident: Work | None = None
 
     def seconds_after_wait(self, wait: float) -> float:
         """Return by how many seconds a computation is slower after the processor has waited.

@@ -36,7 +36,10 @@ from greenroom.json_file import (
 
 FORMAT, VERSION = "greenroom-machine", 1
 MOST_LANES = 1024  # of a link: transfers at a time
-NUMBERS = ("layer", "fetch", "copy", "ahead", "wake")  # of a processor, besides its tables
+# Of a processor, besides its tables.
+NUMBERS = (
+    "layer", "fetch", "copy", "ahead", "wake", "hop", "miss", "graph_token", "graph_layer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,12 @@ class Processor:
     fetch: for each fetched expert
     copy:  for each byte of a fetched expert
     wake:  slowdown after a wait, per second of the wait (see `Costs`)
+    hop:   for another device than the first in a layer
+    miss:  for each layer that waits for missing experts
+
+    In place of `layer`, where the passes of single tokens are one CUDA graph (0 if they are not):
+
+    graph_token, graph_layer: other time of each token, and of each layer
     """
 
     name: str
@@ -100,6 +109,10 @@ class Processor:
     copy: float = 0.0
     ahead: float = 0.0
     wake: float = 0.0
+    hop: float = 0.0
+    miss: float = 0.0
+    graph_token: float = 0.0
+    graph_layer: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +158,8 @@ class Machine:
             chosen.ahead,
             host.expert.at(expert_bytes) if host is not None and len(links) > 1 else None,
             chosen.wake,
+            chosen.hop,
+            chosen.miss,
         )
 
     def _host_processor(self, memory: str) -> Processor | None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
+from greenroom.core.config.base import EXPERTS
 from greenroom.core.home_devices import home_devices, slots_per_device
 from greenroom.errors import UsageError
 
@@ -140,11 +142,6 @@ class Copies:
         remainder = (nbytes - low,) * layers if nested else ()
         return cls((nbytes,) * layers, (low,) * layers, remainder, secondary_slots)
 
-    @property
-    def reserved(self) -> int:
-        """Return the size of all slots for low-precision copies, counted in exact experts."""
-        return -(-self.secondary_slots * max(self.low) // max(self.exact))
-
 
 @dataclass(frozen=True)
 class Pieces:
@@ -156,6 +153,8 @@ class Pieces:
     chunks:      the number of chunks in which each piece is transferred
     home_device: the device on which each piece has its slot, of `devices` devices; some may be
                  spare, and a running cache can change them (`Placement`)
+    placement:   whether the experts of each layer are spread over devices, or layers are
+                 (`home_devices`)
 
     Pieces 0 to experts - 1 have the experts' dense ids: unsplit or exact experts, or top segments.
     Then follows the bottom segment or the low-precision copy of each expert, if experts are split
@@ -168,6 +167,7 @@ class Pieces:
     chunks: Ints
     home_device: Ints
     devices: int = 1
+    placement: str = EXPERTS
     split: Split | None = None
     copies: Copies | None = None
 
@@ -179,6 +179,7 @@ class Pieces:
         chunks: Sequence[int] | None = None,
         devices: int = 1,
         active: Sequence[int] | None = None,
+        placement: str = EXPERTS,
     ) -> Pieces:
         """Make the pieces of a model whose experts are not split: one piece for each expert.
 
@@ -186,33 +187,45 @@ class Pieces:
         nbytes:  the size of an expert, by layer
         chunks:  the number of transfers of each piece (default: 1)
         active:  the devices that have experts (default: all)
+        placement: of experts on devices (see `home_devices`)
 
         A piece has the id of its expert.
         """
-        return cls._of(offsets, (nbytes,), chunks, devices, active)
+        return cls._of(offsets, (nbytes,), chunks, devices, active, placement)
 
     @classmethod
     def with_split(
-        cls, offsets: Sequence[int], split: Split, chunks: Sequence[int] | None = None
+        cls,
+        offsets: Sequence[int],
+        split: Split,
+        chunks: Sequence[int] | None = None,
+        devices: int = 1,
+        active: Sequence[int] | None = None,
+        placement: str = EXPERTS,
     ) -> Pieces:
-        """Make the pieces of a model with split experts, on one device: top and bottom segments.
+        """Make the pieces of a model with split experts: top and bottom segments.
 
-        offsets: the dense id of each layer's first expert, and the number of experts, [layers + 1]
-        chunks:  the number of transfers of each piece (default: 1)
+        See `unsplit` for the other arguments.
         """
-        return replace(cls._of(offsets, (split.tops, split.bottoms), chunks), split=split)
+        of = cls._of(offsets, (split.tops, split.bottoms), chunks, devices, active, placement)
+        return replace(of, split=split)
 
     @classmethod
     def with_copies(
-        cls, offsets: Sequence[int], copies: Copies, chunks: Sequence[int] | None = None
+        cls,
+        offsets: Sequence[int],
+        copies: Copies,
+        chunks: Sequence[int] | None = None,
+        devices: int = 1,
+        active: Sequence[int] | None = None,
+        placement: str = EXPERTS,
     ) -> Pieces:
-        """Make the pieces of a model with low-precision copies, on one device: experts and copies.
+        """Make the pieces of a model with low-precision copies: experts and copies.
 
-        offsets: the dense id of each layer's first expert, and the number of experts, [layers + 1]
-        chunks:  the number of transfers of each piece (default: 1)
+        See `unsplit` for the other arguments.
         """
         kinds = (copies.exact, copies.low, copies.remainder)[: 3 if copies.remainder else 2]
-        return replace(cls._of(offsets, kinds, chunks), copies=copies)
+        return replace(cls._of(offsets, kinds, chunks, devices, active, placement), copies=copies)
 
     @classmethod
     def _of(
@@ -222,6 +235,7 @@ class Pieces:
         chunks: Sequence[int] | None,
         devices: int = 1,
         active: Sequence[int] | None = None,
+        placement: str = EXPERTS,
     ) -> Pieces:
         """Make pieces of several kinds, one of each kind for every expert.
 
@@ -229,13 +243,15 @@ class Pieces:
         """
         layer = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         ones = np.ones(len(nbytes) * layer.size, np.int64)
+        home = home_devices(offsets, active or range(devices), placement)
         return cls(
             offsets=tuple(offsets),
             layer=np.tile(layer, len(nbytes)),
             nbytes=np.asarray(nbytes, np.int64)[:, layer].ravel(),
             chunks=np.asarray(ones if chunks is None else chunks, np.int64),
-            home_device=np.tile(home_devices(offsets, active or range(devices)), len(nbytes)),
+            home_device=np.tile(home, len(nbytes)),
             devices=devices,
+            placement=placement,
         )
 
     @property
@@ -270,24 +286,54 @@ class Pieces:
             return [capacity]
         if active is not None:
             return self.on_devices(active).slots_per_device(capacity)
-        return slots_per_device(capacity, self._experts_per_device.tolist())
+        return slots_per_device(capacity, self.experts_per_device)
+
+    @property
+    def secondary_slots(self) -> list[int]:
+        """The number of slots for bottom segments or low-precision copies on each device.
+
+        Each device with experts has at least one, if there are any.
+        """
+        if (parts := self.split or self.copies) is None:
+            return [0] * self.devices
+        return self.slots_per_device(max(parts.secondary_slots, len(self.active_devices)))
 
     @property
     def active_devices(self) -> list[int]:
         """Return the devices that have experts, ascending."""
-        return np.flatnonzero(self._experts_per_device).tolist()
+        return np.flatnonzero(self.experts_per_device).tolist()
 
     @property
-    def _experts_per_device(self) -> Ints:
-        return np.bincount(self.home_device[: self.experts], minlength=self.devices)
+    def experts_per_device(self) -> list[int]:
+        """Return the number of experts of each device; 0 for a spare one."""
+        counts = np.bincount(self.home_device[: self.experts], minlength=self.devices)
+        return [int(n) for n in counts]
 
     def on_devices(self, active: Sequence[int]) -> Pieces:
         """Return the same pieces with home devices among `active`, which get all experts.
 
         UsageError for a number of devices that cannot have all experts.
         """
-        home = np.tile(home_devices(self.offsets, active), len(self) // self.experts)
-        return replace(self, home_device=home)
+        home = home_devices(self.offsets, active, self.placement)
+        return replace(self, home_device=np.tile(home, len(self) // self.experts))
+
+    @property
+    def equal_devices(self) -> Fraction:
+        """Return how many devices, each with the largest one's share, would have all experts.
+
+        Memory for n slots on each device is enough for n times as many slots in all. The number is
+        a fraction where some devices have a layer more than others.
+        """
+        if self.placement == EXPERTS:
+            return Fraction(len(self.active_devices))
+        return Fraction(self.experts, max(self.experts_per_device))
+
+    def layers_beside(self, layer: int) -> int:
+        """Count the layers whose experts are on the same devices as a layer's."""
+        if self.placement == EXPERTS:
+            return self.layers
+        home = self.home_device[list(self.offsets[:-1])]
+        return int((home == home[layer]).sum())
 
     @property
     def layers(self) -> int:

@@ -67,7 +67,13 @@ def machine_costs(
     dense = model.read_bytes // model.layers
     costs = machine.costs(model.expert_bytes, dense, processor=processor)
     first, *later_links = costs.links
-    return replace(costs, links=(replace(first, lanes=readers), *later_links))
+    costs = replace(costs, links=(replace(first, lanes=readers), *later_links))
+    chosen = machine.processor(processor)
+    if model.token_graph and chosen.graph_token:
+        graph = chosen.graph_layer + chosen.graph_token / model.layers - chosen.layer
+        resident = costs.dense.with_single(costs.dense.seconds(1) + graph)
+        costs = replace(costs, resident=resident)
+    return costs
 
 
 def throttled_costs(costs: Costs, limit: float | None, expert_bytes: int) -> Costs:

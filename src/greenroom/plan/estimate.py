@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from greenroom.config import SchedulerConfig, scope_of, split_of
 from greenroom.core.cache.state import group_sizes
+from greenroom.core.config.base import EXPERTS
 from greenroom.core.config.scheduler import NO_OPTIONS, option_names, with_options
 from greenroom.core.cost import Costs
 from greenroom.core.stream import Stream
@@ -103,6 +104,8 @@ class Estimator:
         host: int = 0,
         co_compute: bool = False,
         warm: bool = False,
+        devices: int = 1,
+        placement: str = EXPERTS,
     ) -> None:
         """Prepare to simulate a workload on a machine with given costs.
 
@@ -112,6 +115,7 @@ class Estimator:
         host:       experts that host memory caches between disk and GPU
         co_compute: whether to also compare settings that compute misses in host memory
         warm:       whether TPOT leaves out the workload's first half, in which caches are filled
+        devices:    number of equal GPUs that have the experts, and `placement`: which each has
 
         UsageError if `precision` is not off and the workload has no gate weights, or if copies are
         nested and experts are cached in host memory.
@@ -123,6 +127,7 @@ class Estimator:
                 " plan for the CPU"
             )
         self.host, self.co_compute, self.warm = host, co_compute, warm
+        self.devices, self.placement = devices, placement
         self.model, self.costs, self.workload = model, costs, workload
         self.band = BAND if measured else UNMEASURED
         self.precision, self.low_below = precision, low_below
@@ -190,11 +195,12 @@ class Estimator:
         """
         eviction = choose(setting.policy, capacity, self.model.experts)
         reactive = time_trace(
-            trace, steps, capacity, eviction, self.costs, self.model.expert_bytes,
+            trace, steps, capacity, eviction, self._costs(capacity), self.model.expert_bytes,
             scope=scope_of(setting.scope),
         )  # fmt: skip
         result = reactive, trace.tokens
-        if setting.split != OFF or setting.miss_precision != OFF or self.host:
+        parts = setting.split != OFF or setting.miss_precision != OFF
+        if parts or self.host or self.devices > 1:
             result = self._simulate_events(
                 replace(setting, prefetch=OFF), capacity, trace, reactive
             )
@@ -213,18 +219,26 @@ class Estimator:
         shares = split_of(setting.split)
         assert not isinstance(shares, str)  # a plan has no `auto` split
         simulated = simulate_events(
-            part, stream(part, "runtime"), capacity, policy(setting.policy), self.costs,
+            part, stream(part, "runtime"), capacity, policy(setting.policy), self._costs(capacity),
             self.model.expert_bytes, name,
             EventOptions(
                 scope=scope_of(setting.scope), split=shares,
-                config=_config(setting), low=self.model.low, nested=self.model.nested,
-                host=self._host_slots(setting),
+                config=with_options(_config(setting), device_placement=self.placement),
+                low=self.model.low, nested=self.model.nested,
+                host=self._host_slots(setting), devices=self.devices,
             ),
         ).times  # fmt: skip
         n = simulated.gaps.size
         factor = float(self._latest(simulated.gaps).sum() / self._latest(other.gaps[:n]).sum())
         gaps = np.append(simulated.gaps, other.gaps[n:] * factor)
-        return replace(simulated, gaps=gaps, ttft=other.ttft), part.tokens
+        ttft = simulated.ttft if self.devices > 1 else other.ttft  # `other` has one device
+        return replace(simulated, gaps=gaps, ttft=ttft), part.tokens
+
+    def _costs(self, capacity: int) -> Costs:
+        """Return the costs with a cache of this capacity: tokens may be graphs if it has all."""
+        if self.costs.resident is None or self.devices > 1 or capacity < self.model.experts:
+            return self.costs
+        return replace(self.costs, dense=self.costs.resident)
 
     def _latest(self, gaps: Floats) -> Floats:
         """Return the times of decode passes that count: all, or the second half if `warm`."""

@@ -43,6 +43,7 @@ class Model:
     low: float = 0.0  # bytes of an expert's low-precision copy / the expert's; 0: no copies
     nested: bool = False  # whether low-precision copies are a part of their experts' bytes
     segments: bool = False  # whether the pack's experts can be split
+    token_graph: bool = False  # whether a pass of one token can be one CUDA graph
 
     @property
     def layers(self) -> int:

@@ -46,7 +46,7 @@ class CopySizes:
         return cls(low, at.share, nested)
 
     def pieces(
-        self, trace: Trace, expert_bytes: int, capacity: int, chunk_bytes: int
+        self, trace: Trace, expert_bytes: int, capacity: int, chunk_bytes: int, devices: int = 1
     ) -> Pieces | None:
         """List what can be cached: every expert and its low-precision copy; None without copies.
 
@@ -62,7 +62,7 @@ class CopySizes:
         kinds = (copies.exact, copies.low, copies.remainder)[: 3 if nested else 2]
         sizes = np.repeat(kinds, trace.experts_per_layer, axis=1).reshape(-1)
         chunks = [-(-n // chunk_bytes) for n in sizes.tolist()]
-        return Pieces.with_copies(trace.offsets.tolist(), copies, chunks)
+        return Pieces.with_copies(trace.offsets.tolist(), copies, chunks, devices)
 
 
 def check_weights(trace: Trace) -> None:

@@ -58,7 +58,7 @@ class Clock:
 
     Each device has a processor. So has the host memory, if it lies between two links. Several
     devices share the first link (from disk), and each has its own last link at full speed.
-    Transfers between devices take no time.
+    The inputs of a step reach the other devices one after another (`Costs.hop`).
 
     now:         simulated time in seconds
     stall:       seconds in which all processors waited for transfers
@@ -100,16 +100,19 @@ class Clock:
 
     def run(self, step: TraceStep) -> None:
         """Simulate one layer: attention, routing, the experts' transfers and computation."""
-        self._step = step
+        self._step, self._waits = step, False
+        self._reached = {0, HOST}  # devices that have the step's inputs
         dense = self.costs.dense.seconds(step.tokens)
         self._advance(self.now + dense)
         self.compute += dense
+        misses = self.scheduler.view.misses
         finished = self._handle(
             Routed(
                 step.step, step.layer, step.experts, step.request, step.rows, step.weights,
                 step.prefill, step.tail_weights,
             )
         )  # fmt: skip
+        self._waits = self.scheduler.view.misses > misses
         if self.foresight is not None and step.chosen is not None:
             for predicted in self.foresight.routed(LayerRouting(step.layer, step.chosen)):
                 finished |= self._handle(predicted)
@@ -150,6 +153,7 @@ class Clock:
                 case ComputeGroup(experts, _, device, part):
                     seconds = self._group_seconds(experts, part, device)
                     seconds += self._handling_seconds(experts, part, device)
+                    seconds += self._hop_seconds(device)
                     self._slowed += self.costs.seconds_after_wait(self._waited)
                     self._waited = 0.0
                     self.compute += seconds
@@ -190,6 +194,16 @@ class Clock:
         rows = step.rows[np.searchsorted(step.experts, experts)]
         return share * sum(work.seconds(n) for n in rows.tolist())
 
+    def _hop_seconds(self, device: int) -> float:
+        """Return the seconds until another device has a step's inputs; 0 if it has them already.
+
+        The host serves devices in turn. The way back of the outputs is in the same time.
+        """
+        if device in self._reached:
+            return 0.0
+        self._reached.add(device)
+        return (len(self._reached) - 2) * self.costs.hop
+
     def _handling_seconds(self, experts: Ints, part: int, device: int) -> float:
         """Return the seconds that a processor needs to take over a group's fetched experts.
 
@@ -200,7 +214,10 @@ class Clock:
         pieces = experts + part * self.pieces.experts
         fresh = self._fresh.intersection(pieces.tolist())
         self._fresh -= fresh
-        return len(fresh) * self.costs.handling * self._part_share(part)
+        seconds = len(fresh) * self.costs.handling * self._part_share(part)
+        if fresh and self._waits:  # the first of the missing experts
+            seconds, self._waits = seconds + self.costs.miss, False
+        return seconds
 
     def _part_share(self, part: int) -> float:
         """Return the share of an expert's bytes that one part of a split expert has."""

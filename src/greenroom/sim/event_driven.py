@@ -21,6 +21,7 @@ from greenroom.core.config.scheduler import NO_OPTIONS, SchedulerConfig
 from greenroom.core.cost import CHUNK_BYTES, Costs
 from greenroom.core.counts import Counts
 from greenroom.core.events import Pinned
+from greenroom.core.home_devices import DevicePlacement
 from greenroom.core.pieces import SECONDARY_SLOTS_PER_CHOICE, Pieces, Split
 from greenroom.core.policy import Arrays, Policy
 from greenroom.core.predictor import PassStart, Shape
@@ -32,6 +33,7 @@ from greenroom.errors import UsageError
 from greenroom.predictors import OFF, PredictorSetup, predictor
 from greenroom.sim.approximation import CopySizes, check_weights, tail_weights_of
 from greenroom.sim.clock import Clock, TraceStep
+from greenroom.sim.device_placement import place_experts
 from greenroom.sim.foresight import (
     CountedForesight,
     Divide,
@@ -109,6 +111,7 @@ class EventRun:
     ahead:    most slots of the cache that prefetched experts could take at a time
     accuracy: share of needed experts that were predicted; None if nothing was predicted
     fetch_rate: share of predicted, not resident experts that were prefetched in time; None likewise
+    placement: of experts on several devices
     goodpred: mean of ProMoE's GOODPRED over layers (see `core.prefetch.accuracy`); None likewise
     """
 
@@ -119,6 +122,7 @@ class EventRun:
     fetch_rate: float | None
     goodpred: float | None
     options: EventOptions
+    placement: DevicePlacement
 
     def as_json(self) -> dict[str, Any]:
         options = self.options
@@ -136,6 +140,7 @@ class EventRun:
             "ahead": self.ahead,
             **counts,
             **({"inexact_share": self._inexact()} if approximated else {}),
+            **({"device_placement": self.placement.name} if options.devices > 1 else {}),
             "accuracy": self.accuracy,
             "fetch_rate": self.fetch_rate,
             "goodpred": self.goodpred,
@@ -168,7 +173,8 @@ def simulate_events(
     know the whole trace beforehand.
     """
     check_policy(policy)
-    pieces, ahead = _pieces(trace, expert_bytes, capacity, options), options.ahead
+    placement = _placement(trace, capacity, costs, expert_bytes, options)
+    pieces, ahead = _pieces(trace, expert_bytes, capacity, options, placement.name), options.ahead
     both = options.config.uses_host()
     if prefetch == OFF and not (both or options.config.proposes()):
         ahead = 0
@@ -214,7 +220,7 @@ def simulate_events(
     accuracy = view.accuracy
     return EventRun(
         times, counts, view.borrow_limit, accuracy.share(), accuracy.fetch_rate(),
-        accuracy.good(), options,
+        accuracy.good(), options, placement,
     )  # fmt: skip
 
 
@@ -267,34 +273,46 @@ def _simulate_passes(
     return np.array(spent)
 
 
-def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOptions) -> Pieces:
+def _placement(
+    trace: Trace, capacity: int, costs: Costs, expert_bytes: int, options: EventOptions
+) -> DevicePlacement:
+    """Return the placement of experts on the simulated devices."""
+    named, devices = options.config.device_placement, options.devices
+    return place_experts(named, trace, lambda pieces: capacity, costs, expert_bytes, devices)
+
+
+def _pieces(
+    trace: Trace, expert_bytes: int, capacity: int, options: EventOptions, placement: str
+) -> Pieces:
     """List what can be cached: whole experts, segments of experts, or experts and copies."""
     chunk_bytes, devices, parts = options.chunk_bytes, options.devices, None
     if (at := options.approximation) is not None:
-        if devices > 1 or options.split is not None or options.config.uses_host():
+        if options.split is not None or options.config.uses_host():
             raise UsageError(
                 "a simulation with --low-below, --skip-below or --substitute-below supports only"
-                " one device, whole experts and one processor: leave out --split, --devices and"
-                " --co-compute"
+                " whole experts and one processor: leave out --split and --co-compute"
             )
         check_weights(trace)
         sizes = CopySizes.of(at, options.nested, options.low)
-        parts = sizes.pieces(trace, expert_bytes, capacity, chunk_bytes)
+        parts = sizes.pieces(trace, expert_bytes, capacity, chunk_bytes, devices)
     elif options.split is not None:
-        if devices > 1:
-            raise UsageError(
-                "--split works only with one device in a simulation: leave out --devices"
-            )
-        parts = split_pieces(trace, expert_bytes, options.split, chunk_bytes)
+        parts = split_pieces(trace, expert_bytes, options.split, chunk_bytes, devices)
     if parts is not None:
         return parts
     chunks, experts = max(1, -(-expert_bytes // chunk_bytes)), int(trace.offsets[-1])
     nbytes = [expert_bytes] * trace.layers
-    return Pieces.unsplit(trace.offsets.tolist(), nbytes, [chunks] * experts, devices)
+    return Pieces.unsplit(
+        trace.offsets.tolist(), nbytes, [chunks] * experts, devices,
+        placement=placement,
+    )  # fmt: skip
 
 
 def split_pieces(
-    trace: Trace, expert_bytes: int, split: float | Sequence[float], chunk_bytes: int = CHUNK_BYTES
+    trace: Trace,
+    expert_bytes: int,
+    split: float | Sequence[float],
+    chunk_bytes: int = CHUNK_BYTES,
+    devices: int = 1,
 ) -> Pieces:
     """Split each expert of a trace into two segments, cached separately.
 
@@ -304,7 +322,7 @@ def split_pieces(
     cut = Split.of(expert_bytes, split, trace.layers, SECONDARY_SLOTS_PER_CHOICE * trace.top_k)
     sizes = np.repeat((cut.tops, cut.bottoms), trace.experts_per_layer, axis=1).reshape(-1)
     chunks = [-(-n // chunk_bytes) for n in sizes.tolist()]
-    return Pieces.with_split(trace.offsets.tolist(), cut, chunks)
+    return Pieces.with_split(trace.offsets.tolist(), cut, chunks, devices)
 
 
 def check_policy(policy: Policy) -> None:

@@ -51,6 +51,7 @@ def step_times(
         np.array(costs.lanes),
         count_staging_slots(costs.lanes),
         costs.handling,
+        costs.miss,
         costs.wake,
         expert_bytes,
         chunks,
@@ -75,6 +76,7 @@ def _step_times(
     lanes: Ints,
     staging_slots: int,
     handling: float,
+    miss: float,
     wake: float,
     expert_bytes: int,
     chunks: int,
@@ -92,7 +94,7 @@ def _step_times(
         for i in range(starts[s], starts[s + 1]):  # the first group: resident experts
             if not missed[i]:
                 now += expert[rows[i] if rows.size else 1]
-        compute = now
+        compute, more = now, miss + handling
         for i in range(starts[s], starts[s + 1]):
             if not missed[i]:
                 continue
@@ -109,7 +111,8 @@ def _step_times(
             wait = max(0.0, ready - now)
             stall += wait
             now += wait
-            seconds = expert[rows[i] if rows.size else 1] + handling
+            seconds = expert[rows[i] if rows.size else 1] + more
+            more = handling
             slowed += wake * min(wait, COOLED)
             now += seconds
             compute += seconds

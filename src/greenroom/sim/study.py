@@ -26,6 +26,7 @@ from greenroom.config import (
 )
 from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.scope import name_of
+from greenroom.core.config.base import AUTO, EXPERTS
 from greenroom.core.cost import Costs
 from greenroom.core.home_devices import home_devices
 from greenroom.core.machine import Machine
@@ -326,7 +327,8 @@ def machine_options(
     if machine is None:
         return {}
     costs, expert = costs_of(config, trace, machine, processor=config.processor, store=config.store)
-    home_devices(trace.offsets.tolist(), range(config.devices))  # only checks: UsageError
+    named = EXPERTS if config.device_placement == AUTO else config.device_placement
+    home_devices(trace.offsets.tolist(), range(config.devices), named)  # only checks: UsageError
     check_co_compute(config, costs)
     return {
         "costs": costs,

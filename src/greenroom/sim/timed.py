@@ -169,15 +169,17 @@ def replay_steps(
     pin: str = "step",
     seed: int = 0,
     reset: bool = False,
+    pieces: Pieces | None = None,
 ) -> tuple[NDArray[np.bool_], Ints]:
     """Replay expert requests through the cache of a real run, step by step.
 
     Returns for each request whether it was a miss, and its slot. Unlike `replay`, this function
-    needs no compiled code of its own. Arguments are as in `greenroom.sim.replay.replay`.
+    needs no compiled code of its own. Arguments are as in `greenroom.sim.replay.replay`; `pieces`
+    are the experts on several devices.
     """
     missed = np.empty(stream.pieces.size, np.bool_)
     slots = np.empty(stream.pieces.size, np.int64)
-    pieces = Pieces.unsplit(offsets.tolist(), [1] * (len(offsets) - 1))
+    pieces = pieces or Pieces.unsplit(offsets.tolist(), [1] * (len(offsets) - 1))
     cache, before = None, -1
     for s, request in enumerate(stream.request.tolist()):
         if cache is None or (reset and request != before):

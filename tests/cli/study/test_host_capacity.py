@@ -67,9 +67,17 @@ def test_experts_over_devices(cli: Run, recorded: Path, tmp_path: Path):
     assert two["tpot_mean_s"] < one["tpot_mean_s"]
     ahead = cli(*asked, "--devices", 2, "--prefetch", "oracle").json
     assert ahead["prefetches"] > 0
+    placed = {
+        named: cli(*asked, "--devices", 2, "--device-placement", named).json
+        for named in ("auto", "experts", "layers")
+    }
+    assert placed["auto"] == two == placed[two["device_placement"]]
+    assert placed["experts"]["tpot_mean_s"] != placed["layers"]["tpot_mean_s"]
     for wrong, why in (
         (("--devices", 0), "--devices must be at least 1, got 0"),
         (("--devices", 99), "experts can be spread over 1 to"),
+        (("--device-placement", "layers"), "--device-placement layers needs several devices"),
+        (("--devices", 9, "--device-placement", "layers"), "MoE layers can be placed on 1 to"),
         (("--devices", 2, "--policy", "opt"), "policy opt must know all expert requests"),
         (("--devices", 2, "--pin", "none"), "--pin none does not work with prefetching"),
         (

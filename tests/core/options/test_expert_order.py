@@ -117,15 +117,17 @@ def test_a_wrong_prefetch_is_dropped_unless_misses_wait_for_access(on_access):
     ahead=st.sampled_from([0, 1, 2, 5]),
     failing=st.sampled_from([0.0, 0.1]),
     order=st.sampled_from([(False, False), (True, False), (False, True)]),
+    devices=st.sampled_from([1, 1, 2]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=200, deadline=None)
 def test_every_expert_is_computed_once_in_order_from_its_own_bytes(
-    steps, capacity, lanes, chunks, scope, ahead, failing, order, seed
+    steps, capacity, lanes, chunks, scope, ahead, failing, order, devices, seed
 ):
-    options = [InOrder(*order)]
+    options, every = [InOrder(*order)], pieces(chunks, devices)
+    capacity += 2 * (devices - 1)  # a slot for each layer of each device
     s = Scheduler(
-        pieces(chunks), capacity, policy("lru"), lanes=lanes, scope=scope, ahead=ahead,
+        every, capacity, policy("lru"), lanes=lanes, scope=scope, ahead=ahead,
         options=options,
     )  # fmt: skip
     driver = RandomDriver(s, random.Random(seed), failing)
@@ -137,7 +139,9 @@ def test_every_expert_is_computed_once_in_order_from_its_own_bytes(
         driver.run(number, layer, experts, cancel, chance in (1, 2, 3))
         if not cancel and driver.finish.failed < 0:
             assert sorted(driver.computed) == experts.tolist()
-            assert order[1] or driver.computed == experts.tolist()
+            for device in range(devices):
+                mine = [e for e in driver.computed if every.home_device[e] == device]
+                assert order[1] or mine == sorted(mine)
         for piece in s.residents().tolist():
             assert driver.memory[s.placement.slot(piece)] == piece
         assert not s.placement.cache.state.pinned.any()
@@ -176,9 +180,9 @@ def test_what_excludes_another_order_is_named():
         SchedulerConfig(expert_order="big")
     config = SchedulerConfig(expert_order="id")
     split = Split.of(100, 0.5, LAYERS, 4)
-    for every in (pieces(devices=2), Pieces.with_split(OFFSETS, split, [1] * 2 * OFFSETS[-1])):
-        with pytest.raises(UsageError, match="--expert-order id works only with whole experts"):
-            config.options(every)
+    every = Pieces.with_split(OFFSETS, split, [1] * 2 * OFFSETS[-1])
+    with pytest.raises(UsageError, match="--expert-order id works only with whole experts"):
+        config.options(every)
 
 
 @needs_option("co_compute")

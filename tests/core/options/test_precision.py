@@ -252,7 +252,7 @@ class PrecisionDriver(RandomDriver):
 
     def _start(self, action: Start) -> None:
         assert (action.link, action.lane) not in {(m.link, m.lane) for m in self.moving}
-        assert action.slot % 2 == (N <= action.piece < 2 * N)
+        self._check_home_device(action)
         if action.first_of_piece:
             self.landed[action.piece, action.slot] = 0
             assert (action.copy_slot >= 0) == (action.piece >= 2 * N)
@@ -300,6 +300,7 @@ class PrecisionDriver(RandomDriver):
     ahead=st.sampled_from([0, 0, 1, 2, 5]),
     failing=st.sampled_from([0.0, 0.1]),
     named=st.sampled_from(["lru", "next-use", "arc"]),
+    devices=st.sampled_from([1, 1, 2]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=100, deadline=None)
@@ -316,10 +317,11 @@ def test_any_order_of_events_computes_every_request_once(
     ahead,
     failing,
     named,
+    devices,
     seed,
 ):
-    kinds = 3 if nested else 2
-    every = Pieces.with_copies(OFFSETS, copies(nested, secondary_slots), [chunks] * kinds * N)
+    sizes = [chunks] * (3 if nested else 2) * N
+    every = Pieces.with_copies(OFFSETS, copies(nested, secondary_slots), sizes, devices)
     least = least_capacity(every, scope)
     s = Scheduler(
         every, least + capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead,
@@ -340,7 +342,8 @@ def test_any_order_of_events_computes_every_request_once(
         else:
             assert sorted(stage.computed) == experts.tolist()
         if chance == 9:
-            stage.send(Resized(least + seed % 12, number % 4))
+            active = (0, 1) if (seed + number) % 3 else (0,)
+            stage.send(Resized(least + seed % 12, number % 4, None, active[:devices]))
         for piece in s.residents().tolist():
             stored_piece = stage.memory[s.placement.slot(piece)]
             assert stored_piece in (piece, 2 * N + piece)
@@ -355,7 +358,9 @@ def test_any_order_of_events_computes_every_request_once(
     assert len(s.transfers.entries) == 0
     assert not s.placement.resizing
     assert sorted(s.placement.tier_slots) == sorted(initial_tier_slots(s.placement.cache))
-    assert len(s.placement.secondary.slot_of) + len(s.placement.secondary._free) == secondary_slots
+    free = sum(map(len, s.placement.secondary._free))
+    assert len(s.placement.secondary.slot_of) + free == s.placement.secondary.capacity
+    assert s.placement.secondary.capacity == max(secondary_slots, len(every.active_devices))
     c = s.counts
     assert c.low + c.skipped + c.substituted <= c.misses
     assert c.low_hits <= c.low
@@ -378,15 +383,16 @@ class PrecisionHostDriver(PrecisionDriver, HostTierDriver):
     secondary_slots=st.integers(1, 7),
     ahead=st.sampled_from([0, 0, 2, 5]),
     failing=st.sampled_from([0.0, 0.1]),
+    devices=st.sampled_from([1, 1, 2]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=150, deadline=None)
 def test_any_order_of_events_over_two_links(
-    steps, device, host, lanes, chunks, follow, at, secondary_slots, ahead, failing, seed
+    steps, device, host, lanes, chunks, follow, at, secondary_slots, ahead, failing, devices, seed
 ):
     copies = Copies.of(100, 0.25, LAYERS, secondary_slots, nested=False)
-    every = Pieces.with_copies(OFFSETS, copies, [chunks] * N + [2] * N)
-    tier = HostTier(every, host, policy("lru"), seed=seed)
+    every = Pieces.with_copies(OFFSETS, copies, [chunks] * N + [2] * N, devices)
+    tier = HostTier(every, max(host, devices), policy("lru"), seed=seed)
     least = least_capacity(every, "shared")
     s = Scheduler(
         every, least + device, policy("lru"), lanes=lanes, ahead=ahead, host=tier,

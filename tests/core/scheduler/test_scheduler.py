@@ -113,16 +113,17 @@ def test_two_steps_at_a_time_are_refused():
     scope=st.sampled_from(["shared", "per-layer"]),
     ahead=st.sampled_from([0, 0, 1, 2, 5]),
     failing=st.sampled_from([0.0, 0.1]),
-    devices=st.sampled_from([1, 1, 2, 3]),
+    places=st.sampled_from([(1, "experts")] * 2 + [(2, "experts"), (3, "experts"), (2, "layers")]),
     named=st.sampled_from(["lru", "next-use", "moe-infinity", "arc"]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=400, deadline=None)
 def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
-    steps, capacity, lanes, chunks, scope, ahead, failing, devices, named, seed
+    steps, capacity, lanes, chunks, scope, ahead, failing, places, named, seed
 ):
+    devices, placement = places
     groups = devices * (LAYERS if scope == "per-layer" else 1)
-    every, capacity = pieces(chunks, devices), max(groups, capacity)
+    every, capacity = pieces(chunks, devices, placement), max(groups, capacity)
     s = Scheduler(every, capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead)
     driver = RandomDriver(s, random.Random(seed), failing)
     reference = ReferenceCache(OFFSETS, [s.placement.cache.capacity], "lru")

@@ -160,7 +160,7 @@ def end(s: Scheduler, actions: list) -> list[tuple[list[int], int]]:
 
 
 def test_an_unused_bottom_segment_stays_until_its_slot_is_needed():
-    b = SecondarySlots(2)
+    b = SecondarySlots([2], [0] * N)
     assert (b.claim(1), b.claim(2), b.claim(3)) == (0, 1, -1)
     b.landed(1)
     b.release(1)
@@ -173,7 +173,7 @@ def test_an_unused_bottom_segment_stays_until_its_slot_is_needed():
 
 
 def test_prefetches_have_half_of_the_slots():
-    b = SecondarySlots(4)
+    b = SecondarySlots([4], [0] * N)
     assert [b.begin_prefetch(e, 0) for e in range(3)] == [0, 1, -1]
     b.landed(0)
     assert sorted(b.end_prefetches(0, {1})) == [(0, True)]
@@ -205,15 +205,16 @@ def test_invalid_splits_are_refused(of, message):
     ahead=st.sampled_from([0, 0, 1, 2, 5]),
     failing=st.sampled_from([0.0, 0.1]),
     named=st.sampled_from(["lru", "next-use", "arc"]),
+    devices=st.sampled_from([1, 1, 2]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=200, deadline=None)
 def test_any_order_of_events_computes_every_part_once_after_its_top(
-    steps, capacity, lanes, chunks, scope, of, secondary_slots, ahead, failing, named, seed
+    steps, capacity, lanes, chunks, scope, of, secondary_slots, ahead, failing, named, devices, seed
 ):
-    cut = Split(*of, secondary_slots)
-    every = Pieces.with_split(OFFSETS, cut, np.where(np.arange(2 * N) < N, chunks, 2).tolist())
-    least = next(n for n in range(1, 30) if fits(every, n, scope))
+    cut, sizes = Split(*of, secondary_slots), np.where(np.arange(2 * N) < N, chunks, 2).tolist()
+    every = Pieces.with_split(OFFSETS, cut, sizes, devices)
+    least = next(n for n in range(1, 40) if fits(every, n, scope))
     s = Scheduler(every, least + capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead)
     driver = RandomDriver(s, random.Random(seed), failing)
     for number, (layer, chosen, chance) in enumerate(steps):
@@ -228,7 +229,8 @@ def test_any_order_of_events_computes_every_part_once_after_its_top(
             needed = {*experts.tolist(), *map(every.secondary_of, experts.tolist())} - {-1}
             assert sorted(driver.computed) == sorted(needed)
         if chance == 9:
-            driver.send(Resized(least + seed % 12, number % 4))
+            active = (0, 1) if (seed + number) % 3 else (0,)
+            driver.send(Resized(least + seed % 12, number % 4, None, active[:devices]))
         for piece in s.residents().tolist():
             assert driver.memory[s.placement.slot(piece)] == piece
         for expert, slot in s.placement.secondary.slot_of.items():
@@ -245,7 +247,9 @@ def test_any_order_of_events_computes_every_part_once_after_its_top(
     over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed
     waiting = len(s.placement.buffer.borrowed) + len(s.placement.secondary._ahead)
     assert over + waiting == c.prefetches
-    assert len(s.placement.secondary.slot_of) + len(s.placement.secondary._free) == secondary_slots
+    free = sum(map(len, s.placement.secondary._free))
+    assert len(s.placement.secondary.slot_of) + free == s.placement.secondary.capacity
+    assert s.placement.secondary.capacity == max(secondary_slots, len(every.active_devices))
 
 
 def fits(every: Pieces, capacity: int, scope) -> bool:

@@ -165,16 +165,18 @@ def test_hand_worked_seconds_of_one_split_expert_on_two_links():
     named=st.sampled_from(["lru", "next-use"]),
     ahead=st.sampled_from([0, 0, 2, 5]),
     failing=st.sampled_from([0.0, 0.1]),
+    devices=st.sampled_from([1, 1, 2]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=150, deadline=None)
 def test_any_order_of_events_with_split_experts(
-    steps, device, host, lanes, chunks, of, scope, secondary_slots, named, ahead, failing, seed
-):
+    steps, device, host, lanes, chunks, of, scope, secondary_slots, named, ahead, failing, devices,
+    seed,
+):  # fmt: skip
     cut = Split(*of, secondary_slots)
-    every = Pieces.with_split(OFFSETS, cut, [chunks] * N + [2] * N)
+    every = Pieces.with_split(OFFSETS, cut, [chunks] * N + [2] * N, devices)
     least = least_capacity(every, scope)
-    tier = HostTier(every, host, policy(named), seed=seed)
+    tier = HostTier(every, max(host, least_host_slots(every)), policy(named), seed=seed)
     options = {"lanes": lanes, "scope": scope}
     s = Scheduler(every, least + device, policy("lru"), ahead=ahead, host=tier, **options)
     plain = Scheduler(every, least + device, policy("lru"), **options)

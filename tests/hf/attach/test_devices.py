@@ -15,7 +15,9 @@ from greenroom.config import LoadConfig
 from greenroom.errors import BudgetError, ClosedError, DeviceError, UsageError
 from greenroom.runtime.fakes import FakeSlots
 from tests.hf.memory.test_device import ids
+from tests.hf.memory.test_split import packed, source
 from tests.models import cached_tiny, reference
+from tests.options import needs_option
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 THREE = {"device": "fake,fake,fake", "spare_devices": 1}
@@ -55,6 +57,76 @@ def test_devices_come_and_go_and_the_text_stays(options: dict[str, Any]) -> None
             assert torch.equal(model.generate(ids(1, 5), **OPTIONS), expected())
         links = {each["link"]: each["bytes"] for each in model.greenroom.stats().links}
         assert min(links.values()) > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache": "50%"}, {"cache": "50%", "scope": "per-layer"}, {"memory": "2GiB"}]
+)  # fmt: skip
+def test_whole_layers_move_when_devices_come_and_go(options: dict[str, Any]) -> None:
+    """Three layers of 8 experts on one or two devices: the second one has layers 1 and 2."""
+    folder = cached_tiny("qwen3_moe", tokenizer=True, num_hidden_layers=3, mlp_only_layers=[])
+    want = reference(folder).generate(ids(1, 5), **OPTIONS)
+    model, _ = greenroom.load(
+        str(folder), kernels="eager", device="fake,fake", spare_devices=1,
+        device_placement="layers", **options,
+    )  # fmt: skip
+    try:
+        driver = model.greenroom.driver
+        sizes = {1: [12, 0], 2: [6, 12]} if "cache" in options else {1: [24, 0], 2: [8, 16]}
+        for count in (1, 2, 1, 2):
+            model.greenroom.use_devices(",".join(["fake"] * count))
+            assert driver.pieces.home_device[::8].tolist() == ([0] * 3 if count == 1 else [0, 1, 1])
+            assert slots(model) == sizes[count]
+            assert torch.equal(model.generate(ids(1, 5), **OPTIONS), want)
+    finally:
+        model.greenroom.detach()
+
+
+def test_more_devices_than_layers_cannot_have_whole_ones() -> None:
+    with loaded(**THREE, cache="50%", device_placement="layers") as model:
+        with pytest.raises(UsageError, match="2 MoE layers can be placed on 1 to 2 devices, not 3"):
+            model.greenroom.use_devices("fake,fake,fake")
+        assert slots(model) == [4, 4, 0]
+        assert torch.equal(model.generate(ids(1, 5), **OPTIONS), expected())
+
+
+def test_a_placement_needs_several_devices() -> None:
+    with pytest.raises(UsageError, match="--device-placement layers needs several GPUs: name them"):
+        LoadConfig(device="cuda", device_placement="layers")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"split": "0.25,1", "scope": "per-layer"},
+     pytest.param({"miss_precision": "int4", "low_below": 0.5},
+                  marks=needs_option("miss_precision"))],
+    ids=["segments", "copies"],
+)  # fmt: skip
+def test_devices_come_and_go_with_parts_of_experts(options: dict[str, Any]) -> None:
+    """Each device has slots for its bottom segments or copies, too."""
+    folder = packed()
+    if "split" not in options:
+        from tests.hf.memory.test_precision import with_copies
+
+        folder = with_copies("int8", "int4")
+    model, _ = greenroom.load(
+        str(folder), kernels="eager", **THREE, cache="75%", prefetch="off", **options
+    )
+    try:
+        exact = len(slots(model)) // 3 - 1  # kinds of slots but the last
+        for device in ("fake,fake,fake", "fake", "fake,fake", "fake,fake,fake"):
+            model.greenroom.use_devices(device)
+            each = [slots(model)[kind * 3 : kind * 3 + 3] for kind in range(exact + 1)]
+            count = device.count("fake")
+            assert all(min(of[:count]) > 0 and sum(of[count:]) == 0 for of in each)
+            answer = model.generate(ids(1, 5), **OPTIONS)
+            if "split" in options:
+                exactly = reference(source(), torch.bfloat16)
+                assert torch.equal(answer, exactly.generate(ids(1, 5), **OPTIONS))
+        stats = model.greenroom.stats()
+        assert stats.split if "split" in options else stats.approximated["low"]
+    finally:
+        model.greenroom.detach()
 
 
 def test_a_device_that_went_gets_no_expert() -> None:

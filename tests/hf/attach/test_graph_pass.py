@@ -6,6 +6,9 @@ runs the kernels.
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import logging
 from typing import Any
 
@@ -16,9 +19,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 pytest.importorskip("triton")
 
 from greenroom.errors import DeviceError
-from greenroom.hf.attach.token_attention import MARK
+from greenroom.hf.attach.token_attention import MARK, TokenAttention
+from greenroom.hf.kv.batch import Batch, is_near
 from greenroom.runtime.cuda.token_graph import TokenGraph
 from tests.hf.memory.test_device import ids, placed
+from tests.models import cached_tiny, reference
 from tests.runtime.cuda.conftest import (
     _bfloat16_as_a_device_rounds_it,  # noqa: F401
     _products_whose_bits_depend_on_values_alone,  # noqa: F401
@@ -45,8 +50,8 @@ def tokens_of(model: Any, cache: Any, count: int, **options: Any) -> list[torch.
     ]
 
 
-def prompt(model: Any) -> Any:
-    return model(ids(1, PROMPT), use_cache=True).past_key_values
+def prompt(model: Any, tokens: int = PROMPT) -> Any:
+    return model(ids(1, tokens), use_cache=True).past_key_values
 
 
 def replayed(model: Any, cache: Any, replays: list[int]) -> None:
@@ -70,23 +75,116 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return replays
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "olmoe"])
+# Graphs of these are tested in each run. The last one has latent attention; gpt-oss has sinks, and
+# a window of 16 tokens in each second layer, the first one.
+NAMES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3"]
+OTHERS = [
+    "afmoe", "aria_text", "axk1", "cohere2_moe", "deepseek_v2", "dots1", "ernie4_5_moe",
+    "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "granitemoe",
+    "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1", "longcat_flash", "minimax_m2",
+    "minimax_m3_vl_text", "mistral4", "qwen2_moe",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 def test_a_graph_has_the_bits_of_a_pass_that_loads_experts(name, monkeypatch):
+    monkeypatch.setattr("greenroom.hf.kv.cache.BLOCK", 4)
     replays, answers = counted(monkeypatch), list[Any]()
+    before = 13 if name == "gpt_oss" else PROMPT
     for capacity in (1000, 4):
         with (
             placed_lru(name, monkeypatch, capacity) as model,
             torch.inference_mode(),
         ):
-            cache = prompt(model)
+            cache = prompt(model, before)
             logits = tokens_of(model, cache, TOKENS)
             keys = [layer.keys for layer in cache.layers]
             answers.append((logits, [each.clone() for each in keys]))
-            assert keys[0].shape[2] == PROMPT + TOKENS
+            assert keys[0].shape[2] == (15 if name == "gpt_oss" else before + TOKENS)
+            assert {layer.get_seq_length() for layer in cache.layers} == {before + TOKENS}
             assert bool(replays) == (capacity == 1000)
+            assert any(mark._is_near for mark in marks_of(model))
             replays.clear()
     for large, small in zip(*answers, strict=True):
         assert all(map(torch.equal, large, small))
+
+
+def marks_of(model: Any) -> list[Any]:
+    """The attention in place of the model's own, of each layer."""
+    return [vars(module)[MARK] for module in model.modules() if MARK in vars(module)]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_single_tokens_are_near_those_of_transformers(name, monkeypatch):
+    theirs = reference(cached_tiny(name, dtype="bfloat16"))
+    with torch.inference_mode():
+        cache = theirs(ids(1, 20), use_cache=True).past_key_values
+        expected = tokens_of(theirs, cache, 3)
+        with placed_lru(name, monkeypatch, 1000) as model:
+            for ours, own in zip(tokens_of(model, prompt(model, 20), 3), expected, strict=True):
+                assert is_near(ours, own, torch.bfloat16)
+
+
+def test_attention_of_another_kind_keeps_its_place(monkeypatch, caplog):
+    """The kernel's is compared with the module's own function, not with what it looks like."""
+    from transformers.models.gpt_oss import modeling_gpt_oss as file
+
+    own, calls = inspect.unwrap(file.eager_attention_forward), list[int]()
+
+    @functools.wraps(own)
+    def other(module: Any, *tensors: Any, scaling: float, **options: Any) -> Any:
+        calls.append(tensors[0].shape[2])
+        return own(module, *tensors, scaling=scaling / 9, **options)
+
+    monkeypatch.setattr(file, "eager_attention_forward", other)
+    with (
+        placed_lru("gpt_oss", monkeypatch, 1000) as model,
+        torch.inference_mode(),
+        caplog.at_level(logging.INFO),
+    ):
+        cache = prompt(model, 13)
+        calls.clear()
+        tokens_of(model, cache, 2)
+        assert calls.count(1) >= 2 * model.config.num_hidden_layers
+        assert not any(mark._is_near for mark in marks_of(model))
+        assert model.greenroom.bindings._graph._refused
+    assert "single tokens are no graph: attention that the kernel does not comp" in caplog.text
+
+
+def test_attention_to_other_tensors_than_stored_ones_is_no_graph(monkeypatch, caplog):
+    with (
+        placed_lru("jetmoe", monkeypatch, 1000) as model,
+        torch.inference_mode(),
+        caplog.at_level(logging.INFO),
+    ):
+        tokens_of(model, prompt(model), 2)
+        assert model.greenroom.bindings._graph._refused
+    assert "no graph: attention to other tensors than those that are stored" in caplog.text
+
+
+def test_batches_of_latent_attention_have_the_bits_of_its_sequences(monkeypatch):
+    with placed_lru("deepseek_v3", monkeypatch, 1000) as model, torch.inference_mode():
+        tokens, attended = [[5], [7]], list[torch.Tensor]()
+        marks, compute = marks_of(model), TokenAttention.compute
+
+        def noted(self: TokenAttention, call: Any) -> Any:
+            out = compute(self, call)
+            if self is marks[0]:
+                attended.append(out)
+            return out
+
+        monkeypatch.setattr(TokenAttention, "compute", noted)
+        caches = [prompt(model, n) for n in (13, 6)]
+        batch = Batch(model)
+        assert batch.can_batch([1, 1])
+        attended.clear()
+        batch(tokens, [copy.deepcopy(each) for each in caches])
+        for token, cache in zip(tokens, caches, strict=True):
+            batch([token], [cache])
+        assert len(attended) == 4
+        assert all(map(torch.equal, attended[:2], attended[2:]))
 
 
 def test_a_graph_counts_uses_as_a_pass_without_it_does(monkeypatch):
@@ -174,12 +272,15 @@ def test_a_call_that_asks_for_more_is_no_graph(options, monkeypatch):
         replayed(model, cache, replays)
 
 
-def test_hooks_of_a_user_are_called(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "path"), [("qwen3_moe", "mlp.gate"), ("deepseek_v3", "self_attn.kv_b_proj")]
+)
+def test_hooks_of_a_user_are_called(name, path, monkeypatch):
     """Also those that came after the graph; without them, tokens are graphs again."""
-    with placed_lru("qwen3_moe", monkeypatch, 1000) as model, torch.inference_mode():
+    with placed_lru(name, monkeypatch, 1000) as model, torch.inference_mode():
         cache, replays, calls = prompt(model), counted(monkeypatch), list[int]()
         replayed(model, cache, replays)
-        gate = model.get_submodule("model.layers.0.mlp.gate")
+        gate = model.get_submodule(f"model.layers.0.{path}")
         registers = gate.register_forward_hook, gate.register_forward_pre_hook
         for register in (*registers, register_module_forward_pre_hook):
             replays.clear()
@@ -244,16 +345,16 @@ def test_a_device_that_does_not_report_is_an_error(monkeypatch):
             tokens_of(model, cache, 1)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_moe", "deepseek_v3"])
 def test_other_models_and_detached_ones_keep_their_forward(name, monkeypatch):
     with placed_lru(name, monkeypatch, 1000) as model:
         graph = model.greenroom.bindings._graph
-        assert (graph is None) == (name == "gpt_oss")  # which has windows and sinks
+        assert (graph is None) == (name == "qwen3_next")  # which has recurrent states
         model.greenroom.compile()
         decoder = model.get_decoder()
         assert ("forward" in vars(decoder)) == (graph is not None)
     assert "forward" not in vars(decoder)
-    assert not [m for m in decoder.modules() if MARK in vars(m)]
+    assert not [m for m in decoder.modules() if {MARK, "expand_kv"} & vars(m).keys()]
 
 
 def test_bits_do_not_depend_on_options_that_exclude_graphs(monkeypatch):
@@ -268,7 +369,6 @@ def test_bits_do_not_depend_on_options_that_exclude_graphs(monkeypatch):
         ):
             graph = model.greenroom.bindings._graph
             assert all(each.token_launches for each in graph._bindings) == (policy == "lru")
-            marked = [module for module in model.modules() if MARK in vars(module)]
-            assert len(marked) == model.config.num_hidden_layers
+            assert len(marks_of(model)) == model.config.num_hidden_layers
             logits.append(tokens_of(model, prompt(model), TOKENS))
     assert all(map(torch.equal, *logits))

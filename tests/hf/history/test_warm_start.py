@@ -21,6 +21,7 @@ from greenroom.plan.history.files import load_routing, save_routing
 from greenroom.plan.history.recent import RecentRouting, recent_trace
 from greenroom.plan.history.routing import RoutingHistory
 from tests.emulated_gpu import emulated_gpus
+from tests.hf.memory.test_split import packed
 from tests.models import cached_tiny
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
@@ -291,9 +292,9 @@ def test_a_gpu_starts_with_the_experts_of_earlier_runs(
 ) -> None:
     expected = answer(folder)[0]
     emulated_gpus(monkeypatch)
-    for began in (False, True):
+    for began, device in ((False, "cuda:0,cuda:1"), (True, "cuda:0,cuda:1"), (True, "cuda")):
         model, _ = greenroom.load(
-            folder, cache="40%", kernels="eager", prefetch="off", device="cuda:0,cuda:1",
+            folder, cache="40%", kernels="eager", prefetch="off", device=device,
             host_memory="2GiB",
         )  # fmt: skip
         try:
@@ -303,3 +304,13 @@ def test_a_gpu_starts_with_the_experts_of_earlier_runs(
             assert torch.equal(ids.cpu(), expected)
         finally:
             model.greenroom.detach()
+
+
+@pytest.mark.parametrize("scope", ["shared", "per-layer"])
+def test_segments_on_several_devices_are_read_again(scope: str) -> None:
+    """Slots of all devices count together, where layers share them and where they do not."""
+    options = {"device": "fake,fake", "cache": "50%", "split": "0.5", "scope": scope}
+    cold = answer(str(packed()), **options)
+    warm = answer(str(packed()), **options)
+    assert torch.equal(warm[0], cold[0])
+    np.testing.assert_array_equal(warm[3], cold[2].driver.scheduler.residents())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,13 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import greenroom
 from greenroom.config import LoadConfig
-from greenroom.errors import GreenroomError
+from greenroom.hf.load import budget as load_budget
 from greenroom.hf.load.report import startup_line
 from greenroom.hf.pack.packing import pack
 from greenroom.runtime.cuda import slots
 from tests import gguf_models
-from tests.emulated_gpu import emulated_gpus
-from tests.hf.conftest import one_line
+from tests.emulated_gpu import EmulatedGpu, emulated_gpus
 from tests.hf.memory.test_precision import with_copies
 from tests.hf.memory.test_split import packed, source
 from tests.models import cached_tiny
@@ -66,7 +66,7 @@ def generated(folder: Path, device: str, **options: Any) -> tuple[list[int], Any
         options.pop("host_memory", None)
     model, _ = greenroom.load(str(folder), device=device, **options)
     try:
-        assert (model.device.type == "cpu") == (device == "cpu")
+        assert (model.device.type == "cpu") == (device not in (ONE, TWO))
         found: list[int] = []
         for length in (7, 30):
             generator = torch.Generator().manual_seed(length)
@@ -80,11 +80,11 @@ def generated(folder: Path, device: str, **options: Any) -> tuple[list[int], Any
 ON_CPU: dict[str, list[int]] = {}
 
 
-def expected(folder: Path, options: dict[str, Any]) -> list[int]:
-    """The tokens of a CPU run; of exact runs, whatever the cache."""
-    key = f"{folder} {sorted(options.items())}"
+def expected(folder: Path, options: dict[str, Any], device: str = "cpu") -> list[int]:
+    """The tokens of a run whose slots are in main memory; of exact runs, whatever the cache."""
+    key = f"{folder} {device} {sorted(options.items())}"
     if key not in ON_CPU:
-        ON_CPU[key] = generated(folder, "cpu", **options)[0]
+        ON_CPU[key] = generated(folder, device, **options)[0]
     return ON_CPU[key]
 
 
@@ -96,11 +96,14 @@ EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
     "bf12 pack": (lambda: encoded("bf12"), {**FEW, "host_memory": "2GiB"}),
     "nested copies": (lambda: with_copies("int8", "int4"), {**FEW, "host_memory": "2GiB"}),
     "Q4_K": (lambda: gguf("Q4_K"), FEW),
+    "segments in one slot": (packed, FEW),
     "biases": (biased, {**FEW, "host_memory": "2GiB", "co_compute": "auto"}),
 }
 
 
-ON_TWO = "host tier", "next-gate", "biases", "nested copies"
+ON_TWO = "host tier", "next-gate", "biases", "nested copies", "bf12 pack", "Q4_K"
+ON_TWO += ("segments in one slot",)
+PLACED = "host tier", "next-gate", "biases", "per layer"
 
 
 @pytest.mark.parametrize(
@@ -118,55 +121,125 @@ def test_exact_options_have_the_tokens_of_a_cpu(name: str, device: str) -> None:
         assert stats.prefetch["useful"] > 0
 
 
-@pytest.mark.parametrize(("kv", "device"), [("int8", TWO), ("int4", ONE)])
-def test_quantised_keys_and_values_have_the_tokens_of_a_cpu(kv: str, device: str) -> None:
+@pytest.mark.parametrize("name", PLACED)
+def test_whole_layers_on_each_gpu_have_the_tokens_of_a_cpu(name: str) -> None:
+    make, options = EXACT[name]
+    tokens, stats = generated(make(), TWO, **options, device_placement="layers")
+    assert tokens == expected(make(), {"cache": "100%"})
+    *_, first, second = (link["bytes"] for link in stats.links)
+    assert min(first, second) > 0
+
+
+def test_the_placement_is_planned_by_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of a few KiB: a visit to a second GPU takes longer than anything else."""
+    whole = r"· whole layers on each GPU: a token's experts take about"
+    unknown = r"· layers' experts spread, since RTX 1 is not among `greenroom list --gpus`"
+    for name, shown, size in (
+        ("NVIDIA H100 80GB HBM3", whole, {"cache": "100%"}),
+        ("NVIDIA GeForce RTX 4090", whole, {"memory": "1GiB", "context": 64}),
+        ("RTX 1", unknown, {"cache": "100%"}),
+    ):
+        options: dict[str, Any] = {"kernels": "eager", "device": TWO, **size}
+        monkeypatch.setattr(EmulatedGpu, "name", name)
+        model, _ = greenroom.load(str(tiny()), **options)
+        try:
+            home = model.greenroom.driver.pieces.home_device.tolist()
+            assert (home == [0] * 8 + [1] * 8) == ("whole" in shown)
+            assert model.greenroom.capacity == 16
+            config = LoadConfig(**options)
+            assert re.search(shown, startup_line("tiny", model, config, verbose=True))
+            short = startup_line("tiny", model, config)
+            assert ("whole layers on each GPU" in short) == ("whole" in shown)
+        finally:
+            model.greenroom.detach()
+
+
+@pytest.mark.parametrize(
+    ("kv", "device"), [("int8", TWO), ("int4", ONE), ("offloaded", ONE), ("offloaded", TWO)]
+)
+def test_other_keys_and_values_have_the_tokens_of_a_cpu(kv: str, device: str) -> None:
     tokens, _ = generated(tiny(), device, **FEW, kv=kv)
-    assert tokens == expected(tiny(), {"cache": "100%", "kv": kv})
+    on_cpu = {} if kv == "offloaded" else {"kv": kv}
+    assert tokens == expected(tiny(), {"cache": "100%", **on_cpu})
 
 
 INEXACT: dict[str, tuple[Any, dict[str, Any]]] = {
     "low-precision misses": (
         lambda: with_copies("same", "int4"), {"miss_precision": "int4", "low_below": 0.8},
     ),
+    "nested copies": (
+        lambda: with_copies("int8", "int4"), {"miss_precision": "int4", "low_below": 0.8},
+    ),
     "skipped misses": (tiny, {"skip_below": 0.5}),
-    "substitutes": (tiny, {"substitute_below": 0.5}),
+    "substitutes": (tiny, {"cache": "50%", "substitute_below": 0.5}),
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("device", [ONE, TWO])
 @pytest.mark.parametrize("name", INEXACT)
-def test_inexact_misses_have_the_tokens_of_a_cpu(name: str) -> None:
+def test_inexact_misses_have_the_tokens_of_a_cpu(name: str, device: str) -> None:
+    """What is approximated depends on the slots of each device: two have the tokens of two."""
     make, options = INEXACT[name]
     options = {**FEW, **options}
-    tokens, stats = generated(make(), ONE, **options)
-    assert tokens == expected(make(), options)
+    tokens, stats = generated(make(), device, **options)
+    assert tokens == expected(make(), options, "cpu" if device == ONE else "fake,fake")
     assert stats.approximated["inexact_share"] > 0
 
 
-def test_biased_routers_have_the_tokens_of_a_cpu() -> None:
+@pytest.mark.parametrize("device", [ONE, TWO])
+def test_biased_routers_have_the_tokens_of_a_cpu(device: str) -> None:
+    """What is chosen depends on the slots of each device: two have the tokens of two."""
     folder, options = tiny(num_experts_per_tok=4), {**FEW, "cache": "50%", "cache_bias": 0.5}
-    tokens, _ = generated(folder, ONE, **options)
-    assert tokens == expected(folder, options)
+    tokens, _ = generated(folder, device, **options)
+    assert tokens == expected(folder, options, "cpu" if device == ONE else "fake,fake")
     assert tokens != expected(folder, {**FEW, "cache": "50%"})
 
 
+@pytest.mark.parametrize("device", [ONE, TWO])
 @pytest.mark.parametrize("split", ["0.5", "0.25,1"])
-def test_segments_have_the_tokens_of_a_cpu(split: str) -> None:
-    options = {**FEW, "cache": "50%", "split": split}
+def test_segments_have_the_tokens_of_a_cpu(split: str, device: str) -> None:
+    options = {**FEW, "cache": "50%", "split": split, "host_memory": "2GiB"}
     options |= {"scope": "per-layer"} if "," in split else {}
-    tokens, stats = generated(packed(), ONE, **options)
+    tokens, stats = generated(packed(), device, **options)
     assert tokens == expected(source(), {"cache": "100%"})
     assert stats.split is not None
 
 
+@pytest.mark.parametrize("split", ["0.5", "0.25,1"])
+def test_segments_of_whole_layers_have_the_tokens_of_a_cpu(split: str) -> None:
+    options = {**FEW, "cache": "50%", "split": split, "host_memory": "2GiB"}
+    options |= {"scope": "per-layer"} if "," in split else {}
+    tokens, stats = generated(packed(), TWO, **options, device_placement="layers")
+    assert tokens == expected(source(), {"cache": "100%"})
+    assert stats.split is not None
+
+
+@needs_option("miss_precision")
+def test_copies_of_whole_layers_have_the_tokens_of_a_cpu() -> None:
+    options = {**FEW, "miss_precision": "int4", "low_below": 0.8, "device_placement": "layers"}
+    folder = with_copies("int8", "int4")
+    tokens, stats = generated(folder, TWO, **options)
+    assert tokens == expected(folder, options, "fake,fake")
+    assert stats.approximated["low"] > 0
+
+
+@pytest.mark.parametrize("device", [ONE, TWO])
+def test_copies_are_joined_on_their_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room for experts in host memory, where they would be whole."""
+    monkeypatch.setattr(load_budget, "host_slots", lambda *args: (2 << 30, 0))
+    folder = with_copies("int8", "int4")
+    options = {"cache": "90%", "prefetch": "off", "miss_precision": "int4", "low_below": 0.9}
+    tokens, stats = generated(folder, device, **options)
+    assert tokens == expected(folder, options, "cpu" if device == ONE else "fake,fake")
+    assert stats.approximated["joined"] > 0
+
+
 @needs_option("expert_order")
-def test_two_gpus_refuse_what_needs_one() -> None:
-    for options, why in (
-        ({"skip_below": 0.3}, "works with one device only"),
-        ({"expert_order": "cached"}, "whole experts on one device"),
-    ):
-        with pytest.raises(GreenroomError, match=why) as error:
-            greenroom.load(str(tiny()), device=TWO, kernels="eager", **FEW, **options)
-        one_line(error)
+@pytest.mark.parametrize("device", [ONE, TWO])
+def test_other_orders_of_experts_have_the_tokens_of_a_cpu(device: str) -> None:
+    options = {**FEW, "expert_order": "cached", "host_memory": "2GiB"}
+    tokens, _ = generated(tiny(), device, **options)
+    assert tokens == expected(tiny(), {"cache": "100%"})
 
 
 @needs_option("co_compute")
@@ -189,7 +262,7 @@ def test_keys_and_values_take_slots_and_give_them_back(
     folder, found = tiny(max_position_embeddings=1100, **sizes), []
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 250, (1, 1024), generator=generator)
-    for device in (ONE, "cpu"):
+    for device in (ONE, TWO, "cpu"):
         model, _ = greenroom.load(
             str(folder), "1GiB", kernels="eager", device=device, kv=kv, context=1032,
             prefetch="off", prompt_block=512,
@@ -197,15 +270,31 @@ def test_keys_and_values_take_slots_and_give_them_back(
         try:
             budget = model.greenroom.slot_budget
             assert budget is not None
-            if device == ONE:  # a full context leaves two slots
-                model.greenroom.use_slot_budget(budget.for_slots(2))
+            if device != "cpu":  # a full context leaves two slots on each
+                model.greenroom.use_slot_budget(budget.for_slots(2 * budget.devices))
             model.greenroom.reset_stats()
             before = model.greenroom.capacity
             found.append(model.generate(ids.to(model.device), **TOKENS)[0, 1024:].tolist())
             least = model.greenroom.stats().capacity_least
-            assert device == "cpu" or 2 <= least < before
+            assert device == "cpu" or 2 * budget.devices <= least < before
             model.generate(ids[:, :7].to(model.device), **TOKENS)
             assert device == "cpu" or least < model.greenroom.capacity
         finally:
             model.greenroom.detach()
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
+
+
+def test_gpus_come_and_go_and_the_tokens_stay() -> None:
+    model, _ = greenroom.load(
+        str(tiny()), kernels="eager", device=TWO, spare_devices=1, host_memory="2GiB", **FEW
+    )
+    try:
+        ids = torch.randint(3, 250, (1, 7), generator=torch.Generator().manual_seed(7))
+        for device in (ONE, TWO, ONE):
+            model.greenroom.use_devices(device)
+            pools = model.greenroom.driver.slots.pools
+            assert [pool.capacity > 0 for pool in pools] == [True, device == TWO]
+            answer = model.generate(ids.to(model.device), **TOKENS)[0, 7:].tolist()
+            assert answer == expected(tiny(), {"cache": "100%"})[:8]
+    finally:
+        model.greenroom.detach()

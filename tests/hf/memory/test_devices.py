@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -178,6 +179,8 @@ def test_a_budget_is_of_each_gpu_and_slots_are_as_many_on_all():
     budget = need.total + 3 * slot + 5
     assert capacity_for(budget, need, catalog) == 3
     assert capacity_for(budget, need, catalog, devices=2) == 6
+    # Whole layers on two GPUs, of which one has two of three: 3 slots of it, and 1.5 of the other.
+    assert capacity_for(budget, need, catalog, devices=Fraction(3, 2)) == 4
     with pytest.raises(BudgetError, match="more than the budget of") as caught:
         capacity_for(budget, need, catalog, 8, devices=2)
     enough = int(str(caught.value).rsplit("--memory ", 1)[1].split("MiB")[0]) << 20

@@ -137,14 +137,16 @@ def test_host_memory_has_room_for_what_it_says(shares):
 
 @needs_option("co_compute")
 def test_what_excludes_segments_is_refused():
-    catalog = ModelSkeleton.of(packed()).catalog
+    """And what excludes nested copies, which are joined on the device."""
+    with_copies = pytest.importorskip("tests.hf.memory.test_precision").with_copies
     both = with_options(NO_OPTIONS, co_compute="auto")
-    for parts, message in (
-        ({"fake": True, "devices": (0, 1)}, "in segments, which works with one device only"),
-        ({"fake": True, "host_capacity": 4, "config": both}, "which excludes --co-compute auto"),
+    for folder, message in (
+        (packed(), "in segments, which excludes --co-compute auto"),
+        (with_copies("int8", "int4"), "in the GPU's slots, not in host memory: leave out --co"),
     ):
+        parts = {"fake": True, "host_capacity": 4, "config": both}
         with pytest.raises(UsageError, match=message) as error:
-            pieces_of(ModelSetup(catalog, capacity=4, **parts))
+            pieces_of(ModelSetup(ModelSkeleton.of(folder).catalog, capacity=4, **parts))
         one_line(error)
 
 

@@ -244,9 +244,13 @@ def test_compiled_kernels_are_close_to_eager(of, at):
         assert (other - logits[0]).abs().max() < 0.05 * logits[0].abs().max()
 
 
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(("of", "at"), CASES[:3], ids=str)
-def test_counts_equal_those_of_the_simulator(of, at):
-    model = attached(with_copies(*of), at, secondary_slots=16, capacity=15, readers=1, policy="lru")
+def test_counts_equal_those_of_the_simulator(of, at, devices):
+    parts = {"fake": True, "devices": (0, 1)} if devices > 1 else {}
+    model = attached(
+        with_copies(*of), at, secondary_slots=16, capacity=15, readers=1, policy="lru", **parts
+    )
     try:
         _, requests = observe_decisions(model)
         model.generate(ids(1, 5), max_new_tokens=16, do_sample=False)
@@ -335,13 +339,6 @@ def test_copies_have_their_share_of_the_memory():
     [
         (None, {}, "and this checkpoint has none: make a pack .*greenroom pack MODEL -o OUT"),
         (("same", "int8"), {}, "this pack has copies in int8: .* --miss-precision int4"),
-        (("same", "int4"), {"device": "fake,fake"}, "works with one device only: give one, or"),
-        (("int8", "int4"), {"device": "fake,fake"}, "leave out --miss-precision and --co-compute"),
-        (
-            ("int8", "int4"),
-            {"device": "fake", "host_memory": "50%"},
-            "int4 copies, which only a CPU joins with the rest",
-        ),
     ],
 )
 def test_options_that_cannot_work_are_refused(of, options, message):

@@ -24,7 +24,6 @@ from greenroom.hf.check.verify import verify
 from greenroom.hf.checkpoint.resolve import open_checkpoint
 from greenroom.hf.history import split_counts
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.hf.memory.slots import pieces_of
 from greenroom.hf.memory.split import nearest, split_experts
 from greenroom.hf.model.reference import load_reference_model
 from greenroom.hf.model.skeleton import ModelSkeleton
@@ -231,10 +230,6 @@ def test_splits_that_do_not_fit_the_model_are_refused(tmp_path):
         greenroom.load(str(packed()), cache="50%", dtype="float32")
     with pytest.raises(BudgetError, match="but --split needs memory for"):
         greenroom.load(str(packed()), cache="7%", split="0.5")
-    with pytest.raises(UsageError, match="in segments, which works with one device only"):
-        pieces_of(
-            ModelSetup(ModelSkeleton.of(packed()).catalog, capacity=4, fake=True, devices=(0, 1))
-        )
     small = cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True, moe_intermediate_size=64)
     with pytest.raises(
         UnsupportedModel, match=r"have 64 intermediate channels: .* only at multiples of 64"

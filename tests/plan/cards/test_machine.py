@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from greenroom.core.cost import Link
 from greenroom.core.machine import Machine
+from greenroom.plan.cards import host_work
 from greenroom.plan.cards.machine import (
     BALANCE,
     COMPUTE_SHARE,
-    LAYER,
     MEMORY_SHARE,
     PCIE_SHARE,
     Host,
+    card_costs,
     predict_machine,
 )
 from greenroom.plan.cards.table import Pcie, find_card
@@ -32,9 +34,23 @@ def test_rates_are_shares_of_the_data_sheet() -> None:
     assert costs.links[1].bandwidth == pytest.approx(PCIE_SHARE * 31.504e9)
     read = 10_000_000 / (MEMORY_SHARE * 1008e9)
     assert costs.expert.seconds(1) == pytest.approx(read)
-    assert costs.dense.seconds(1) == pytest.approx(2 * read + LAYER)
+    assert costs.dense.seconds(1) == pytest.approx(2 * read + host_work.LAYER + host_work.HIT)
     assert costs.host is not None
     assert costs.host.seconds(1) == pytest.approx(10_000_000 / 60e9)
+
+
+def test_what_the_host_does_is_in_the_profile() -> None:
+    costs = predict_machine(find_card("4090"), HOST).costs(1000, processor="gpu")
+    assert (costs.handling, costs.miss, costs.hop) == (
+        host_work.FETCH, host_work.MISS, host_work.HOP,
+    )  # fmt: skip
+    assert 0 < host_work.GRAPH_LAYER < host_work.HIT < host_work.MISS < host_work.LAYER
+
+
+def test_costs_of_a_card_alone_are_those_of_its_profile() -> None:
+    machine = predict_machine(find_card("4090"), HOST)
+    whole = machine.costs(10_000_000, processor="gpu", store="host")
+    assert card_costs(find_card("4090"), 10_000_000) == replace(whole, host=None)
 
 
 def test_many_tokens_take_the_time_of_their_products() -> None:

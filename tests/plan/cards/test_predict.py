@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.home_devices import SPREAD
 from greenroom.errors import BudgetError
 from greenroom.plan.cards.predict import Prediction, predict
 from greenroom.plan.workload import synthetic_workload
@@ -22,8 +23,9 @@ EVERY = MODEL.experts * MIB
 WORKLOAD = synthetic_workload(MODEL)
 
 
-def prediction(slots: int, host: int, costs: Costs = COSTS) -> Prediction:
-    return predict(MODEL, costs, WORKLOAD, MODEL.memory(slots), host * MIB, bracket=False)
+def prediction(slots: int, host: int, costs: Costs = COSTS, cards: int = 1) -> Prediction:
+    memory = MODEL.memory(slots)
+    return predict(MODEL, costs, WORKLOAD, memory, host * MIB, bracket=False, cards=cards)
 
 
 def test_a_model_that_fits_has_no_misses() -> None:
@@ -32,6 +34,40 @@ def test_a_model_that_fits_has_no_misses() -> None:
     assert predicted.fits
     assert predicted.shared is None
     assert predicted.moved.tpot == pytest.approx(4 * (2e-3 + 2 * 1e-3))
+
+
+def test_tokens_that_are_graphs_take_the_host_less_time() -> None:
+    """A layer takes 0.5 ms in place of 2 ms, but only for one token, and if nothing is missing."""
+    graph = replace(COSTS, resident=COSTS.dense.with_single(0.5e-3))
+    predicted = prediction(MODEL.experts, 0, graph)
+    assert predicted.graph
+    assert predicted.moved.tpot == pytest.approx(4 * (0.5e-3 + 2 * 1e-3))
+    assert predicted.moved.ttft == prediction(MODEL.experts, 0).moved.ttft
+    some = prediction(48, MODEL.experts, graph)
+    assert not some.graph
+    assert some.moved.tpot == prediction(48, MODEL.experts).moved.tpot
+    assert not prediction(MODEL.experts, 0).graph
+    two = prediction(MODEL.experts // 2, 0, graph, cards=2)
+    assert two.fits
+    assert not two.graph  # of one GPU only
+
+
+def test_several_cards_hold_more_and_have_a_placement() -> None:
+    """Four layers of 16 experts, of which a card holds 24: three have at most 72 slots."""
+    slow, fast = (replace(COSTS, hop=hop) for hop in (9e-3, 0.0))
+    one, two, three = (prediction(24, MODEL.experts, slow, cards=n) for n in (1, 2, 3))
+    assert (one.capacity, two.capacity) == (24, 48)
+    assert one.placement is SPREAD
+    assert (two.placement.name, two.fits) == ("layers", False)
+    # Three cards have 1, 2 and 1 layers: a card with two holds 24 of its 32 experts.
+    assert (three.capacity, three.fits) == (48, False)
+    assert prediction(24, MODEL.experts, fast, cards=3).fits
+    resident = prediction(32, 0, fast, cards=2)
+    assert (resident.placement.name, resident.fits) == ("experts", True)
+    alone = prediction(64, 0, fast).moved.tpot
+    assert resident.moved.tpot < alone  # two experts on two cards take less than 2 ms
+    layers = prediction(32, 0, slow, cards=2)
+    assert layers.moved.tpot == pytest.approx(4 * (2e-3 + 2 * 1e-3) + 2 * 9e-3)
 
 
 def test_experts_in_main_memory_are_never_read_from_disk() -> None:

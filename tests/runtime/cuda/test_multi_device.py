@@ -7,7 +7,9 @@ import random
 import pytest
 import torch
 
+from greenroom.core.layout import TensorSpec
 from greenroom.core.pieces import Pieces
+from greenroom.core.plan import EXACT, LOW, SKIP
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
@@ -17,14 +19,17 @@ from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.multi_device import MultiDeviceKernel
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
-from greenroom.runtime.kernels.base import Kernel
+from greenroom.runtime.kernels.approximate import ApproximateKernel, ExpertsWithCopies
+from greenroom.runtime.kernels.base import Kernel, KernelStep
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.segments import SegmentedKernel
 from greenroom.runtime.kernels.table import make_kernel
 from greenroom.runtime.slots.tier import MultiPoolTier
 from greenroom.runtime.store.disk import DiskStore
 from tests.runtime.kernels.toys import EXPERTS as TOYS
 from tests.runtime.kernels.toys import ToySlots, compute, experts, inputs, layer_of
+from tests.runtime.kernels.triton.test_kernel import in_segments
 from tests.runtime.rig import Ahead, Rig, in_time, play_passes
 
 LAYERS, EXPERTS = 3, 6
@@ -151,6 +156,79 @@ def test_a_step_may_use_only_one_device(named, home):
     assert torch.equal(compute(over, first, at, x, index, weights), want)
 
 
+def test_a_layer_on_the_second_device_is_summed_there():
+    over, first, at = spread("qwen3_moe", make_kernel("eager"))
+    x, index, weights = inputs(torch.bfloat16, 2, top_k=2, hidden=HIDDEN)
+    index[:] = torch.tensor([[1, 3], [5, 1]])
+    step = over.begin(first, x, Routing.of(index.numpy(), TOYS), weights)
+    step.compute_group([1, 3, 5], [at[1], at[3], at[5]])
+    assert step.total().any()
+    assert set(step._steps) == {1}  # nothing was begun on the first one
+    step = over.begin(first, x, Routing.of(index.numpy(), TOYS), weights)
+    step.compute_group([1, 3, 5], [at[1], at[3], at[5]])
+    step.main_step.skip_experts([])  # the host has added outputs there
+    step.total()
+    assert set(step._steps) == {0, 1}
+
+
+@pytest.mark.parametrize("named", ["eager", "native", "triton"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_segments_have_the_bits_of_one_device(family, named):
+    """Pools of slots: tops of both devices, then their bottoms."""
+    if named == "triton" and torch.cuda.is_available():
+        pytest.skip("tests/gpu has the compiled ones")
+    module = experts(family, torch.bfloat16, hidden=64, inner=192)
+    x, index, weights = inputs(torch.bfloat16, 2, top_k=2, hidden=64)
+    (one, _), (first, _), (second, _) = (in_segments(module, 1) for _ in range(3))
+    pools = [pool for kind in zip(first._slots, second._slots, strict=True) for pool in kind]
+    for expert in range(TOYS):  # what is not at home is not there
+        for pool in pools[(expert + 1) % 2 :: 2]:
+            pool.tensor(expert, TensorSpec("", (pool.stride,), "uint8", 0)).fill_(255)
+    kernel = SegmentedKernel(make_kernel(named), 2)
+    over = MultiDeviceKernel(kernel, MultiPoolTier(pools, 4, SHARES), [torch.device("cpu")] * 2)
+    over.prepare(first)
+    for chosen in ([0, 1, 2], [1, 3, 5]):  # the latter on the second device only
+        index[:] = torch.tensor([chosen[:2], chosen[1:]])
+        routing = Routing.of(index.numpy(), TOYS)
+        steps = kernel.begin(one, x, routing, weights), over.begin(first, x, routing, weights)
+        for part in (0, 1):
+            kernel.compute_group(steps[0], chosen, [2 * e + part for e in chosen], part)
+            over.compute_group(steps[1], chosen, [4 * e + 2 * part + e % 2 for e in chosen], part)
+        assert torch.equal(over.combine(steps[1]), kernel.combine(steps[0]))
+
+
+@pytest.mark.parametrize("named", ["eager", "native", "triton"])
+def test_copies_and_skipped_experts_have_the_bits_of_one_device(named):
+    """Pools of slots: exact experts of both devices, then copies."""
+    if named == "triton" and torch.cuda.is_available():
+        pytest.skip("tests/gpu has the compiled ones")
+    x, index, weights = inputs(torch.bfloat16, 3, hidden=HIDDEN)
+    skipped, *chosen = index.unique().tolist()
+    module, layers, places = experts("qwen3_moe", torch.bfloat16, HIDDEN, INNER), [], []
+    for seed in range(2):
+        exact, at = layer_of(module, seed=seed)
+        low, low_at = layer_of(experts("qwen3_moe", torch.bfloat16, HIDDEN, INNER, 1), seed=seed)
+        copies = low.layout, low.slots
+        layers.append(ExpertsWithCopies(module, exact.layout, exact.slots, copies))
+        places.append((at, low_at))
+    pools = [each.slots for each in layers] + [each.low.slots for each in layers]
+    kernel = ApproximateKernel(make_kernel(named), 2)
+    over = MultiDeviceKernel(kernel, MultiPoolTier(pools, 4, SHARES), [torch.device("cpu")] * 2)
+    over.prepare(layers[0])
+    routing = Routing.of(index.numpy(), TOYS)
+    steps = kernel.begin(layers[0], x, routing, weights), over.begin(layers[0], x, routing, weights)
+    for part, group in ((EXACT, chosen[::2]), (LOW, chosen[1::2]), (SKIP, [skipped])):
+        slots = [2 * places[0][part][e] + part if part != SKIP else -1 for e in group]
+        kernel.compute_group(steps[0], group, slots, part)
+        on_two = [
+            4 * places[e % 2][part][e] + 2 * part + e % 2 if part != SKIP else -1 for e in group
+        ]
+        over.compute_group(steps[1], group, on_two, part)
+    want = kernel.combine(steps[0])
+    assert torch.equal(over.combine(steps[1]), want)
+    assert not torch.equal(want, compute(make_kernel(named), exact, at, x, index, weights))
+
+
 def test_a_step_without_experts_returns_zeros():
     over, first, _ = spread("qwen3_moe", make_kernel("eager"))
     x, index, weights = inputs(torch.bfloat16, 2, hidden=HIDDEN)
@@ -164,5 +242,5 @@ def test_a_device_gets_its_inputs_without_a_look_at_its_slots(monkeypatch):
     x, index, weights = inputs(torch.bfloat16, 2, hidden=HIDDEN)
     step = over.begin(first, x, Routing.of(index.numpy(), TOYS), weights)
     monkeypatch.setattr(ToySlots, "tensor", None)
-    monkeypatch.setattr(over.kernel, "begin", lambda layer, *_: layer)
-    assert step._device_step(1) is over._layers[id(first)][1]
+    monkeypatch.setattr(over.kernel, "begin", lambda layer, *inputs: KernelStep(layer, *inputs))
+    assert step._device_step(1).layer is over._layers[id(first)][1]

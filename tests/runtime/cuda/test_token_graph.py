@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.token_graph import NoGraph, TokenGraph
 
@@ -20,11 +21,11 @@ class Launches:
     """A layer's launches, which report that all experts are in slots; `did` is of all layers."""
 
     def __init__(self, report: torch.Tensor, did: list[str]) -> None:
-        self.report, self.number, self.did = report, 0, did
+        self.report, self.number, self.did, self.expert = report, 0, did, 7
 
     def run(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
         self.number += 1
-        self.report[:] = self.number << 32 | 1
+        self.report[:] = self.number << 32 | self.expert << 1 | 1
         self.did.append("run")
         return x
 
@@ -52,8 +53,12 @@ class Rig:
             x = self.graph.launch_experts(layer, make, x, x, x)
         return x[None]
 
+    def reports_of_experts(self) -> list[list[int]]:
+        return self.graph.chosen.tolist()
+
     def reports(self) -> list[list[int]]:
-        return self.graph.read_reports().tolist()
+        assert self.graph.read_reports()
+        return self.reports_of_experts()
 
 
 def test_a_replay_is_in_order_with_changes_of_slots():
@@ -79,6 +84,28 @@ def test_a_capture_has_the_lock_of_the_table_first(monkeypatch):
     assert rig.did[:2] == ["order", "capture"]
 
 
+def test_an_expert_that_is_missing_is_reported():
+    rig = Rig()
+    rig.graph.compute(rig.decode)
+    assert rig.graph.read_reports()
+    rig.graph._reports[3] -= 1
+    assert not rig.graph.read_reports()
+    assert rig.reports_of_experts() == [[7] * TOP_K] * LAYERS
+
+
+def test_reports_of_an_earlier_pass_are_waited_for(monkeypatch):
+    """Each of them, also if the others are there."""
+    rig = Rig()
+    for number in range(1, 9):
+        rig.graph.compute(rig.decode)
+        assert rig.graph.read_reports()
+        with monkeypatch.context() as patch:
+            rig.graph._reports[number % 6] -= 1 << 32
+            patch.setattr(Engine, "is_idle", lambda *_: True)
+            with pytest.raises(DeviceError, match="has not reported"):
+                rig.graph.read_reports()
+
+
 @pytest.mark.parametrize("at", range(LAYERS))
 def test_a_pass_that_was_interrupted_does_not_spoil_later_ones(at):
     """An interrupted pass has launched the look-ups of some layers."""
@@ -90,7 +117,7 @@ def test_a_pass_that_was_interrupted_does_not_spoil_later_ones(at):
             rig.graph.replay(rig.decode)
         rig.interrupted_at = LAYERS
         rig.graph.replay(rig.decode)
-        assert rig.reports() == [[1] * TOP_K] * LAYERS
+        assert rig.reports() == [[7] * TOP_K] * LAYERS
 
 
 def test_a_pass_that_a_device_cannot_capture_is_no_graph(monkeypatch):

@@ -15,6 +15,7 @@ from greenroom.cli.terminal.files import check_target, write_file
 from greenroom.cli.terminal.progress import Progress
 from greenroom.config import LoadConfig, show_bytes
 from greenroom.errors import BudgetError, UsageError
+from greenroom.option import at_least
 from greenroom.sim.table import show_number, show_time, text_table
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from greenroom.plan.estimate import Estimate
     from greenroom.plan.model import Model
 
-OF_HOST = ("memory", "memory_bandwidth", "disk_speed", "pcie")  # options that --gpu needs
+# Options that --gpu needs.
+OF_HOST = ("memory", "memory_bandwidth", "disk_speed", "pcie", "num_gpus")
 DISK_LATENCY, DISK_LANES = 100e-6, 4  # of an NVMe disk, and reads under way
 
 
@@ -55,6 +57,10 @@ def add_card_options(parser: Parser) -> None:
         "--pcie", metavar="SLOT",
         help="with --gpu: generation and lanes of the card's slot, as 4x8 (default: the card's)",
     )  # fmt: skip
+    group.add_argument(
+        "--num-gpus", metavar="N", type=int,
+        help="with --gpu: number of such cards, each in a slot of its own (default: 1)",
+    )  # fmt: skip
     parser.show("gpu")
 
 
@@ -71,6 +77,8 @@ def check_card_options(args: argparse.Namespace) -> None:
                          " `greenroom doctor MODEL --gpu 'RTX 4090'`")  # fmt: skip
     if args.quick or args.path is not None:
         raise UsageError("--quick and --path measure this machine: leave them out with --gpu")
+    if args.num_gpus is not None:
+        at_least(1)(args.num_gpus, "--num-gpus")
 
 
 def predict_on_card(args: argparse.Namespace, progress: Progress) -> None:
@@ -100,16 +108,17 @@ def predict_on_card(args: argparse.Namespace, progress: Progress) -> None:
     progress.say("estimating")
     workload = synthetic_workload(model)
     costs = machine_costs(machine, model, config.readers, "gpu")
-    predicted = predict(model, costs, workload, budget, int(AUTO_SHARE * host.memory))
+    cards, memory = args.num_gpus or 1, int(AUTO_SHARE * host.memory)
+    predicted = predict(model, costs, workload, budget, memory, cards=cards)
     progress.clear()
     if args.output is not None:
         write_file(args.output, json.dumps(machine.as_json(), indent=1) + "\n")
     if args.json:
-        print(json.dumps(as_json(args.model, card, machine, predicted)))
+        print(json.dumps(as_json(args.model, card, machine, predicted, cards)))
         return
     print("\n".join([
-        *assumptions(card, host, machine), "", fit(model, card, predicted), "",
-        table(predicted), "", f"routing: {workload.description}",
+        *assumptions(card, host, machine), "", *fit(model, predicted, cards), "",
+        table(predicted), "", *recommendation(predicted), f"routing: {workload.description}",
     ]))  # fmt: skip
 
 
@@ -150,6 +159,7 @@ def rate(args: argparse.Namespace, name: str) -> float | None:
 
 def assumptions(card: Card, host: Host, machine: Machine) -> list[str]:
     """Describe a predicted machine, and the shares of data sheets that the prediction assumes."""
+    from greenroom.plan.cards import host_work
     from greenroom.plan.cards import machine as shares
 
     link = machine.routes[1].link.bandwidth
@@ -161,21 +171,31 @@ def assumptions(card: Card, host: Host, machine: Machine) -> list[str]:
         f" {card.pcie.with_slot(host.slot)} at {link / 1e9:.1f} GB/s, {shares.PCIE_SHARE:.0%} of"
         " the data sheet.",
         f"host: {show_bytes(host.memory)} of memory at {host.bandwidth / 1e9:.1f} GB/s, disk at"
-        f" {host.disk.bandwidth / 1e9:.2f} GB/s; Python takes {shares.LAYER * 1e3:g} ms a layer and"
-        f" {shares.FETCH * 1e3:g} ms for each expert that is moved, as measured without a GPU.",
+        f" {host.disk.bandwidth / 1e9:.2f} GB/s; Python takes"
+        f" {(host_work.LAYER + host_work.HIT) * 1e3:.2g} ms a layer, and"
+        f" {host_work.MISS * 1e3:.2g} ms more if experts are missing, as measured without a GPU.",
         "docs/planning.md has the sources of these figures, and predictions beside published"
         " measurements of other engines.",
     ]
 
 
-def fit(model: Model, card: Card, predicted: Prediction) -> str:
-    """Describe how many of a model's experts a card and main memory hold."""
-    if predicted.fits:
-        return f"{model.name}: all {model.experts:,} experts fit in the card's memory."
-    return (
-        f"{model.name}: {predicted.capacity:,} of {model.experts:,} experts fit in 80 % of the"
-        f" card's memory, {predicted.host:,} in 80 % of main memory."
-    )
+def fit(model: Model, predicted: Prediction, cards: int) -> list[str]:
+    """Describe how many of a model's experts cards and main memory hold."""
+    memory = "the card's memory" if cards == 1 else f"the memory of {cards} cards"
+    if not predicted.fits:
+        lines = [
+            f"{model.name}: {predicted.capacity:,} of {model.experts:,} experts fit in 80 % of"
+            f" {memory}, {predicted.host:,} in 80 % of main memory."
+        ]
+    else:
+        lines = [f"{model.name}: all {model.experts:,} experts fit in {memory}."]
+    if predicted.graph:
+        lines.append("The pass of a token is one CUDA graph, which takes almost no time of Python.")
+    elif predicted.fits and cards == 1:
+        lines.append("The pass of a token is no CUDA graph: this model has none.")
+    if cards > 1:
+        lines.append(f"placement: {predicted.placement}.")
+    return lines
 
 
 def table(predicted: Prediction) -> str:
@@ -187,6 +207,20 @@ def table(predicted: Prediction) -> str:
     return text_table(header, rows)
 
 
+def recommendation(predicted: Prediction) -> list[str]:
+    """Recommend `--co-compute auto` if tokens are surely faster with it; else say nothing."""
+    from greenroom.plan.planner import surely_faster
+
+    moved, shared = predicted.moved, predicted.shared
+    if shared is None or not surely_faster(shared, moved):
+        return []
+    return [
+        f"recommended: --co-compute auto, with {1 - shared.tpot / moved.tpot:.0%} less time a token"
+        " in this prediction; the last bits of answers may differ from run to run",
+        "",
+    ]
+
+
 def _row(misses: str, estimate: Estimate) -> tuple[str, ...]:
     low, high = (show_number(1 / each) for each in (estimate.high, estimate.low))
     return (
@@ -195,11 +229,15 @@ def _row(misses: str, estimate: Estimate) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def as_json(model: str, card: Card, machine: Machine, predicted: Prediction) -> dict[str, Any]:
+def as_json(
+    model: str, card: Card, machine: Machine, predicted: Prediction, cards: int
+) -> dict[str, Any]:
     """Return the object that `greenroom doctor --gpu --json` prints."""
     shared = predicted.shared
     return {
         "model": model, "gpu": card.name, "source": card.source, "predicted": True,
+        "num_gpus": cards, "device_placement": predicted.placement.name if cards > 1 else None,
+        "token_graph": predicted.graph,
         "capacity": predicted.capacity, "host_capacity": predicted.host,
         "moved": predicted.moved.as_json(), "shared": shared and shared.as_json(),
         "machine": machine.as_json(),

@@ -167,8 +167,8 @@ class Cache:
         if self.pieces.devices == 1:
             return self._serve(0, pieces, rows, weights, at, pinned, fill, without_slot)
         out, misses = np.empty((3, pieces.size), np.int64), 0
-        home, devices = self.pieces.home_device[pieces], self.pieces.devices
-        for device in {*home.tolist()}:
+        devices = sorted({*(home := self.pieces.home_device[pieces]).tolist()})
+        for number, device in enumerate(devices):
             mine = np.flatnonzero(home == device)
             part = self._serve(
                 device,
@@ -177,7 +177,7 @@ class Cache:
                 weights[mine] if weights.size else weights,
                 at,
                 pinned,
-                fill if fill < 0 else fill // devices + (device < fill % devices),
+                fill if fill < 0 else (fill + len(devices) - 1 - number) // len(devices),
                 without_slot[mine] if without_slot.size else without_slot,
             )
             out[:, mine] = part.slots, part.hits, part.evicted

@@ -43,10 +43,9 @@ class Placement:
         self.pieces = pieces
         self.cache = TokenCache(pieces.primary, capacity, policy, scope, seed)
         self.tier_slots = initial_tier_slots(self.cache)
-        parts = pieces.split or pieces.copies
-        self.secondary = SecondarySlots(parts.secondary_slots if parts is not None else 0)
         self._experts, self.secondary_of = pieces.experts, pieces.secondary_of
         self.home_device: list[int] = pieces.home_device.tolist()  # the device of each piece
+        self.secondary = SecondarySlots(pieces.secondary_slots, self.home_device)
         self._kinds = kinds_of(self.cache)
         self.target_capacity, self._ahead = capacity, ahead
         self.resizing = self._rescoped = False
@@ -88,9 +87,11 @@ class Placement:
         """Return the memory slot of a secondary slot (for a bottom segment or low-precision copy).
 
         Slots of several kinds alternate in a memory: slot s is of kind s % kinds. Secondary slots
-        are the last kind.
+        are the last kinds, one for each device.
         """
-        return slot * self._kinds + self._kinds - 1
+        devices = self.pieces.devices
+        number, device = divmod(slot, devices)
+        return number * self._kinds + self._kinds - devices + device
 
     # ---- borrowed slots
 
@@ -151,13 +152,13 @@ class Placement:
     def prompt_share(self, layer: int) -> int:
         """Return how many missing experts of one layer of a prompt the cache may insert.
 
-        The number is the layer's share of the slots, less its residents. Layers that share all
-        slots have equal shares.
+        The number is the layer's share of the slots, less its residents. Layers that share slots
+        have equal shares of them.
         """
         state, pieces = self.cache.state, slice(*self.pieces.offsets[layer : layer + 2])
         room = self.cache.room(layer)
         if self.cache.scope == "shared":
-            room = -(-room // self.pieces.layers)
+            room = -(-room // self.pieces.layers_beside(layer))
         return max(0, room - int((state.slot_of[pieces] >= 0).sum()))
 
     # ---- resizing
@@ -200,8 +201,9 @@ class Placement:
         if self._new_home is not None:
             evict_moving(self.cache, self._new_home)
             # In place: the queue, the kernels' slots and the cache read the same arrays.
-            self.pieces.home_device[:] = self._new_home
-            self.home_device[:] = self._new_home.tolist()
+            self.pieces.home_device.reshape(-1, self._experts)[:] = self._new_home
+            self.home_device[:] = self.pieces.home_device.tolist()
+            self.secondary = SecondarySlots(self.pieces.secondary_slots, self.home_device)
             self._new_home = None
         self.tier_slots, moves = reshape(self.cache, self.tier_slots, self.target_capacity)
         self._set_capacity(self.target_capacity)

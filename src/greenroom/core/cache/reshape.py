@@ -8,7 +8,6 @@ moves to a slot of another kind.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -21,16 +20,11 @@ from greenroom.errors import UsageError
 
 
 def kinds_of(cache: Cache) -> int:
-    """Count the kinds of slots in a memory, which differ in device or size.
-
-    Unsplit experts have one kind for each device. Split experts have one kind for the top segments
-    of each slot group, whose sizes differ, and one for bottom segments. Exact experts and
-    low-precision copies are two kinds.
-    """
+    """Count the kinds of slots in a memory, which differ in device or size: see `pool_sizes`."""
     pieces = cache.pieces
     if pieces.split is not None:
-        return len(cache.sizes) + 1
-    return pieces.devices if pieces.copies is None else 2
+        return len(cache.sizes) + pieces.devices
+    return pieces.devices * (1 if pieces.copies is None else 2)
 
 
 def reshape(cache: Cache, tier_slots: Ints, capacity: int) -> tuple[Ints, list[Move]]:
@@ -112,10 +106,13 @@ def initial_tier_slots(cache: Cache) -> Ints:
 
     The result is an array [cache slots].
     """
-    kinds, pieces = kinds_of(cache), cache.pieces
-    if pieces.split is None:
-        counts = pieces.slots_per_device(cache.capacity)
-    else:
-        counts = [b - a for a, b in pairwise(cache.state.first.tolist())]
-    each = [np.arange(n) * kinds + kind for kind, n in enumerate(counts)]
+    kinds, devices = kinds_of(cache), cache.pieces.devices
+    sizes = np.reshape(cache.sizes, (devices, -1))
+    if cache.pieces.split is None:
+        sizes = sizes.sum(axis=1, keepdims=True)
+    each = [
+        np.arange(n) * kinds + group * devices + device
+        for device, groups in enumerate(sizes.tolist())
+        for group, n in enumerate(groups)
+    ]
     return np.concatenate(each).astype(np.int64)

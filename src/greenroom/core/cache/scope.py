@@ -84,19 +84,37 @@ def least_capacity(pieces: Pieces, scope: Scope) -> int:
     """
     check_scope(scope, pieces.layers)
     if pieces.split is None:
-        for_copies = pieces.copies.reserved if pieces.copies is not None else 0
-        groups = len(pieces.active_devices) * (1 if scope == "shared" else pieces.layers)
+        for_copies = _slots_for_copies(pieces, pieces.copies) if pieces.copies is not None else 0
+        groups = len(pieces.active_devices)
+        if scope != "shared":  # each device has a group for each layer that it has experts of
+            groups = np.unique(pieces.layer * pieces.devices + pieces.home_device).size
         return groups + for_copies
     tops = pieces.split.tops
     least = max(tops) if scope == "shared" else sum(tops)
-    return -(-(least + pieces.split.reserved) // pieces.split.unsplit_bytes)
+    # A device's memory is in proportion to its experts.
+    least = -(-least * pieces.experts // min(filter(None, pieces.experts_per_device)))
+    reserved = _bytes_for_bottoms(pieces, pieces.split)
+    return -(-(least + reserved) // pieces.split.unsplit_bytes)
+
+
+def _bytes_for_bottoms(pieces: Pieces, split: Split) -> int:
+    """Return the bytes of all slots for bottom segments, as many on each device as on any."""
+    return len(pieces.active_devices) * max(pieces.secondary_slots) * max(split.bottoms)
+
+
+def _slots_for_copies(pieces: Pieces, copies: Copies) -> int:
+    """Return the size of all slots for low-precision copies, counted in exact experts."""
+    nbytes = max(pieces.secondary_slots) * max(copies.low)
+    return len(pieces.active_devices) * -(-nbytes // max(copies.exact))
 
 
 def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list[int]:
     """Count the slots for top segments of split experts in each slot group.
 
+    Slot groups are in the order of their devices.
+
     capacity: the cache's memory, counted in unsplit experts; bottom segments take a fixed part of
-              it
+              it. Each device has a share in proportion to its experts
 
     No slot group has more slots than experts. What a layer's memory leaves beyond its last whole
     slot goes to the layers with the largest remainders. BudgetError says how much memory is needed.
@@ -107,29 +125,36 @@ def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list
             f" {enough} experts: slots for top segments and for {split.secondary_slots} bottom"
             " segments; give the cache more memory"
         )
-    counts, tops = np.diff(pieces.offsets), np.asarray(split.tops, np.float64)
-    budget = float(capacity * split.unsplit_bytes - split.reserved)
-    if scope == "shared":
-        return [min(int(budget // tops.max()), int(counts.sum()))]
-    shares = np.ones(tops.size) if scope == "per-layer" else np.asarray(scope, np.float64)
-    exact = filled(budget, shares, tops, counts * tops) / tops
-    return largest_remainders(exact, tops, budget, counts)
+    tops, sizes = np.asarray(split.tops, np.float64), list[int]()
+    memory = capacity * split.unsplit_bytes - _bytes_for_bottoms(pieces, split)
+    for device, experts in enumerate(pieces.experts_per_device):
+        budget = float(memory * experts // pieces.experts)
+        if scope == "shared":
+            sizes.append(min(int(budget // tops.max()), experts))
+            continue
+        on_device = pieces.home_device[: pieces.experts] == device
+        counts = np.bincount(pieces.layer[: pieces.experts][on_device], minlength=tops.size)
+        shares = np.ones(tops.size) if scope == "per-layer" else np.asarray(scope, np.float64)
+        exact = filled(budget, shares, tops, counts * tops) / tops
+        sizes += largest_remainders(exact, tops, budget, counts)
+    return sizes
 
 
-def exact_slots(copies: Copies, capacity: int) -> int:
+def exact_slots(pieces: Pieces, copies: Copies, capacity: int) -> int:
     """Count the slots left for exact experts beside their low-precision copies.
 
     capacity: the cache's memory, counted in exact experts
 
     BudgetError if the copies leave no slot.
     """
-    if capacity <= copies.reserved:
+    reserved, devices = _slots_for_copies(pieces, copies), len(pieces.active_devices)
+    if capacity < reserved + devices:
         raise BudgetError(
             f"the expert cache has memory for {capacity} experts, but --miss-precision needs"
-            f" memory for {copies.reserved + 1} experts, {copies.reserved} of them for"
-            f" {copies.secondary_slots} low-precision copies; give the cache more memory"
+            f" memory for {reserved + devices} experts, {reserved} of them for"
+            f" {sum(pieces.secondary_slots)} low-precision copies; give the cache more memory"
         )
-    return capacity - copies.reserved
+    return capacity - reserved
 
 
 def proportional(capacity: int, shares: Sequence[float], most: Sequence[int]) -> list[int]:

@@ -7,7 +7,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from greenroom.core.cache.scope import Scope, exact_slots, split_capacity, top_slots
+from greenroom.core.cache.scope import (
+    Scope,
+    check_scope,
+    exact_slots,
+    split_capacity,
+    top_slots,
+)
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import CacheState
 
@@ -25,17 +31,47 @@ def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
     if pieces.split is not None:
         return top_slots(pieces, pieces.split, capacity, scope)
     if pieces.copies is not None:
-        capacity = exact_slots(pieces.copies, capacity)
+        capacity = exact_slots(pieces, pieces.copies, capacity)
     sizes: list[int] = []
     for device, share in enumerate(pieces.slots_per_device(capacity)):
         if not share and pieces.devices > 1:  # a spare device
             sizes += [0] * (1 if scope == "shared" else pieces.layers)
             continue
-        experts_per_device = np.bincount(
+        counts = np.bincount(
             pieces.layer[pieces.home_device == device], minlength=pieces.layers
-        )
-        sizes += split_capacity(share, pieces.layers, scope, experts_per_device.tolist())
+        ).tolist()
+        sizes += _layer_sizes(share, counts, scope)
     return sizes
+
+
+def _layer_sizes(capacity: int, experts: Sequence[int], scope: Scope) -> list[int]:
+    """Divide a device's slots among its layers: those with `experts`. Others get none."""
+    layers = [layer for layer, count in enumerate(experts) if count]
+    if scope == "shared" or len(layers) == len(experts):
+        return split_capacity(capacity, len(experts), scope, experts)
+    check_scope(scope, len(experts))
+    shares = scope if isinstance(scope, str) else tuple(scope[layer] for layer in layers)
+    sizes = [0] * len(experts)
+    counts = [experts[layer] for layer in layers]
+    divided = split_capacity(capacity, len(layers), shares, counts)
+    for layer, size in zip(layers, divided, strict=True):
+        sizes[layer] = size
+    return sizes
+
+
+def pool_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
+    """Return the number of slots of each pool in a memory.
+
+    A pool has equal slots on one device. Of each kind of slots there is one pool on each device:
+    pool n is of kind n // devices, on device n % devices. Top segments have one kind for each slot
+    group of a device, other experts one. Bottom segments or low-precision copies are the last kind.
+    """
+    sizes = np.reshape(group_sizes(pieces, capacity, scope), (pieces.devices, -1))
+    if pieces.split is None:
+        sizes = sizes.sum(axis=1, keepdims=True)
+    if pieces.split is not None or pieces.copies is not None:
+        sizes = np.column_stack([sizes, pieces.secondary_slots])
+    return [int(n) for n in sizes.T.ravel()]
 
 
 def slot_groups(pieces: Pieces, sizes: Sequence[int]) -> Ints | None:

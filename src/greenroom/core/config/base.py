@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from greenroom.core.plan import Option
 
 VALUE, TOP_K, ALL = PREFETCH_RULES = ("value", "top-k", "all")
+EXPERTS, LAYERS = PLACEMENTS = ("experts", "layers")  # of experts on devices: `core.home_devices`
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,14 @@ from dataclasses import dataclass, fields, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from greenroom.core.config.base import PREFETCH_RULES, VALUE, Approximation, OptionConfig
+from greenroom.core.config.base import (
+    AUTO,
+    PLACEMENTS,
+    PREFETCH_RULES,
+    VALUE,
+    Approximation,
+    OptionConfig,
+)
 from greenroom.core.config.shares import scope_of, split_of
 from greenroom.core.options.cache_bias import CacheBiasConfig
 from greenroom.core.options.cocompute import CoComputeConfig
@@ -14,7 +21,7 @@ from greenroom.core.options.demand_order import DemandOrderConfig
 from greenroom.core.options.expert_order import ExpertOrderConfig
 from greenroom.core.options.precision import PrecisionConfig
 from greenroom.errors import UsageError
-from greenroom.option import CACHE, PREFETCHING, at_least, check_options, option
+from greenroom.option import CACHE, MACHINE, PREFETCHING, at_least, check_options, option
 
 if TYPE_CHECKING:
     from greenroom.core.cost import Costs
@@ -49,6 +56,12 @@ class SchedulerConfig(
         group=CACHE, check=lambda value, name: split_of(value),
     )  # fmt: skip
 
+    device_placement: str = option(
+        AUTO, "with several GPUs, what each of them has. experts: some experts of every layer;"
+        " layers: all experts of some consecutive layers; auto: whichever takes less time for a"
+        " token, by the GPU's data sheet and the share of experts that have slots",
+        None, (AUTO, *PLACEMENTS), group=MACHINE,
+    )  # fmt: skip
     prefetch_rule: str = option(
         VALUE, "which predicted experts are loaded early. value: those whose early load is"
         " expected to save time; top-k: as many of the likeliest as a token uses, whatever it"

@@ -52,10 +52,10 @@ class ExpertOrderConfig(OptionConfig):
     def build(self, pieces: Pieces, costs: Costs | None, expert_bytes: int) -> Option | None:
         if self.expert_order == RESIDENT:
             return None
-        if pieces.split is not None or pieces.devices > 1:
+        if pieces.split is not None:
             raise UsageError(
-                f"--expert-order {self.expert_order} works only with whole experts on one device:"
-                " leave out --split and further devices"
+                f"--expert-order {self.expert_order} works only with whole experts: leave out"
+                " --split"
             )
         from greenroom.core.options.rules.expert_order import InOrder
 

@@ -143,7 +143,7 @@ class Prefetcher:
                 return False
             placement.buffer.begin_prefetch(expert, slot, candidate.layer, candidate.chance)
             self._transfers.prefetch(expert, int(placement.tier_slots[slot]))
-        elif placement.secondary.room:
+        elif placement.secondary.has_room(expert):
             self.lookahead.remove(candidate)
         else:
             return False

@@ -16,6 +16,7 @@ from greenroom.core.cache.learned import export_learned, restore_learned
 from greenroom.core.cache.placement import Placement
 from greenroom.core.cache.reshape import check_new_devices, check_new_scope
 from greenroom.core.cache.scope import Scope
+from greenroom.core.cache.state import pool_sizes
 from greenroom.core.counts import Counts
 from greenroom.core.pieces import Ints
 from greenroom.core.plan import Flags, TransferStatus
@@ -103,12 +104,17 @@ class StateView:
         return int(self._placement.cache.state.free_count.sum())
 
     def group_sizes(self) -> list[int]:
-        """Return the number of cache slots of each slot group.
+        """Return the number of cache slots of each group of layers that share slots.
 
-        A slot group is a set of slots under one budget: those of all layers, of one layer, or of a
-        device.
+        Slots of all devices are added up.
         """
-        return self._placement.cache.sizes
+        each = np.reshape(self._placement.cache.sizes, (self.pieces.devices, -1))
+        sizes: list[int] = each.sum(axis=0).tolist()
+        return sizes
+
+    def pool_sizes(self, capacity: int, devices: Sequence[int]) -> list[int]:
+        """Return the number of slots of each pool in memory, if `devices` have all experts."""
+        return pool_sizes(self.pieces.on_devices(devices), capacity, self.scope)
 
     def check_capacity(
         self,

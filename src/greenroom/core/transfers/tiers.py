@@ -267,7 +267,10 @@ def host_slot_groups(pieces: Pieces, capacity: int) -> list[tuple[int, Ints]]:
 
 def least_host_slots(pieces: Pieces) -> int:
     """Return the smallest capacity of a host tier, counted in experts."""
-    return pieces.layers if _scope(pieces) == "per-layer" else len(pieces.active_devices)
+    if _scope(pieces) == "shared":
+        return len(pieces.active_devices)
+    # Each device has slots in proportion to its experts.
+    return -(-pieces.layers * pieces.experts // min(filter(None, pieces.experts_per_device)))
 
 
 def _scope(pieces: Pieces) -> Scope:
@@ -280,8 +283,10 @@ def _scope(pieces: Pieces) -> Scope:
 
 
 def _group_of(pieces: Pieces, scope: Scope) -> Ints:
-    """Return the slot group of each piece: its device, or its layer."""
-    return pieces.home_device if scope == "shared" else pieces.layer
+    """Return the slot group of each piece: its device, or its layer on its device."""
+    if scope == "shared":
+        return pieces.home_device
+    return pieces.home_device * pieces.layers + pieces.layer
 
 
 def _kind(pieces: Pieces, number: int) -> Pieces:

@@ -96,7 +96,7 @@ class Greenroom:
         self._warm_start = WarmStart(key, self.driver, history, name, self.predictor)
         self._close = weakref.finalize(model, self.driver.close)
         self._fixed_slots, self._resize_lock = setup.capacity, threading.Lock()
-        self._slots_each = setup.capacity / setup.active_devices  # on each device
+        self._slots_each = setup.capacity / self.driver.pieces.equal_devices  # on each device
         self._stats_base = totals(self.driver, self._host_tier)
         self.bindings = Bindings(self.kernel, modules, setup, self.engines, self.driver)
         optional = self._split_counts, recent
@@ -235,7 +235,7 @@ class Greenroom:
                 slot_budget.retire()
             self._fixed_slots = slots
             self.driver.resize(slots)
-            self._slots_each = slots / len(self.driver.pieces.active_devices)
+            self._slots_each = slots / self.driver.pieces.equal_devices
         return self.capacity
 
     def use_devices(self, device: str) -> int:

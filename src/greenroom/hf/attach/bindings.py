@@ -48,6 +48,7 @@ from greenroom.runtime.kernels.resident.fused_layers import fuse_layers
 from greenroom.runtime.kernels.segments import SegmentedExperts, SegmentedKernel
 from greenroom.runtime.kernels.table import GPU_KERNEL, describe_kernel
 from greenroom.runtime.probes.inputs import GateInputProbe
+from greenroom.runtime.slots.tier import SlotPool
 
 COMPILED_TOKENS = 64  # enough for kernels to take their code path for prompts
 
@@ -143,14 +144,16 @@ class Bindings:
     def _wrapped_kernel(self, model: PreTrainedModel) -> Kernel:
         """Wrap the kernel for several GPUs, for CPU and GPU, for segments or approximation."""
         setup, slots, kernel = self._setup, self._slots, self.kernel
-        if (devices := len(setup.devices)) > 1:
+        devices = len(setup.devices)
+        pools = len(slots.pools) // devices
+        if setup.catalog.layouts[0].segments:
+            kernel = SegmentedKernel(kernel, pools)
+        elif setup.approximates_misses:
+            kernel = ApproximateKernel(kernel, pools)
+        if devices > 1:
             targets = [engine.device for engine in self._engines] or [model.device] * devices
             kernel = MultiDeviceKernel(kernel, slots, targets)
-        if self._slab is not None:
-            return CoComputeKernel(kernel, self._engine, self._slab)
-        if setup.catalog.layouts[0].segments:
-            return SegmentedKernel(kernel, len(slots.pools))
-        return ApproximateKernel(kernel, len(slots.pools)) if setup.approximates_misses else kernel
+        return kernel if self._slab is None else CoComputeKernel(kernel, self._engine, self._slab)
 
     def _experts(self, layer: int, module: nn.Module) -> LayerExperts:
         """Return a layer's experts, with the layout of their weights in cache slots."""
@@ -158,15 +161,20 @@ class Bindings:
         if setup.catalog.layouts[0].segments:
             return self._in_segments(layer, module)
         if setup.approximates_misses:
-            return approximate_layer(setup, module, layer, slots)
+            return approximate_layer(setup, module, layer, self._first_pools)
         layout, numbers = setup.catalog.layouts[layer], None
         if setup.variants is not None:
             numbers = torch.from_numpy(setup.variants.originals[layer][:-1])
         return LayerExperts(module, layout, slots.pools[0], numbers=numbers)
 
+    @property
+    def _first_pools(self) -> Sequence[SlotPool]:
+        """The pools of slots on the first device: exact experts or segments, then copies."""
+        return self._slots.pools[:: len(self._setup.devices)]
+
     def _in_segments(self, layer: int, module: nn.Module) -> SegmentedExperts:
         """Return a layer's experts whose weights are in segments, in one slot each or in two."""
-        catalog, pools = self._setup.catalog, self._slots.pools
+        catalog, pools = self._setup.catalog, self._first_pools
         layout = catalog.layouts[layer]
         if self._setup.split is None:
             return SegmentedExperts(module, layout, pools, 0)
@@ -240,12 +248,10 @@ class Bindings:
         `top_k` is the number of experts that a token uses in a layer.
         """
         binding: Binding = getattr(self.modules[0], BINDING)
-        several = len(self._setup.devices) > 1
-        in_parts = isinstance(binding.kernel, SegmentedKernel | ApproximateKernel)
-        kernel = self.kernel if (self._engines and not in_parts) or several else binding.kernel
+        kernel = binding.kernel
         calls: list[tuple[Any, ...]] = [([0], [0])]
         if self._setup.copies is not None:
-            calls.append(([0], [1], LOW))
+            calls.append(([0], [len(self._setup.devices)], LOW))  # the first slot of copies
         for tokens in (1, COMPILED_TOKENS):
             for arguments in calls:
                 step = trial_step(kernel, binding.experts, self._engine, tokens)

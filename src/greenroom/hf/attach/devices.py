@@ -8,6 +8,7 @@ experts whose home device changes leave the cache, and are read again when they 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 from greenroom.config import parse_device
 from greenroom.errors import UsageError
@@ -21,7 +22,7 @@ def change_devices(
     setup: ModelSetup,
     driver: Driver,
     slot_budget: SlotBudget | None,
-    slots_each: float,
+    slots_each: Fraction,
 ) -> None:
     """Distribute a model's experts over the devices that `device` names, as `--device` does.
 
@@ -33,7 +34,8 @@ def change_devices(
     if slot_budget is not None:
         slot_budget.use_devices(places)
         return
-    slots = min(max(round(slots_each * len(places)), len(places)), driver.pieces.experts)
+    pieces = driver.pieces.on_devices(places)
+    slots = min(max(round(slots_each * pieces.equal_devices), len(places)), pieces.experts)
     driver.scheduler.view.check_capacity(slots, devices=places)
     driver.resize(slots, devices=places)
 

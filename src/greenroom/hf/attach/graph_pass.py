@@ -5,7 +5,8 @@ and so are the next ones until one misses nothing.
 
 The graph is made of the decoder's own forward, and is compared with it for the first token: if
 their results differ, or if the graph cannot be made, the decoder keeps its forward. Attention is
-that of `token_attention` in both, so bits do not depend on which of them computes.
+that of `token_attention` in both, so bits do not depend on which of them computes. It may have
+sliding windows, sinks and latent keys and values.
 """
 
 from __future__ import annotations
@@ -22,38 +23,42 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import output_capturing
 
+from greenroom.hf.attach import shared
 from greenroom.hf.attach.token_attention import (
-    SDPA,
     GraphCache,
+    compile_attention,
     replace_attention,
     restore_attention,
 )
-from greenroom.hf.kv.cache import GrowingLayer
-from greenroom.hf.kv.single_token import count_token, token_buffers
+from greenroom.hf.kv.single_token import count_token, layer_stamps, layer_states
+from greenroom.hf.model.graph_decoder import graph_decoder
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.cuda.token_graph import Buffers, NoGraph, TokenGraph
+from greenroom.runtime.cuda.token_graph import LayerStates, NoGraph, TokenGraph
 from greenroom.runtime.forward import BINDING, Binding
-from greenroom.runtime.kernels.dense.module_check import GLOBAL_HOOKS
-from greenroom.runtime.kernels.resident.decode_pass import ARGUMENTS, kind_of, sees_all_tokens
-from greenroom.runtime.kernels.triton.token_attention import attend_to_all, is_supported
+from greenroom.runtime.kernels.dense.module_check import GLOBAL_HOOKS, OwnForwardHook
+from greenroom.runtime.kernels.resident.decode_pass import ARGUMENTS
 from greenroom.runtime.slots.resident_tables import SlotTables
 
-PARTS = {"embedding", "rotary", "norm", "layers"}  # a decoder that consists of others is left alone
-# Rotary embeddings whose tables do not depend on the longest position so far.
-ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
 HIDDEN, CACHE = "last_hidden_state", "past_key_values"  # fields of a decoder's result
 
 log = logging.getLogger(__name__)
 
 
 class _Token(NamedTuple):
-    """One token that a decoder's forward was called for, and its KV cache."""
+    """One token that a decoder's forward was called for, and its KV cache.
+
+    before: the number of tokens before it
+    stamps: those of the KV cache's `layers`
+    states: where these store keys and values; None: where the graph knows
+    """
 
     ids: Tensor
     positions: Tensor | None
     mask: Tensor | None
-    layers: Sequence[GrowingLayer]
-    buffers: Buffers
+    layers: Sequence[Any]
+    before: int
+    stamps: list[int]
+    states: Sequence[LayerStates] | None
     cache: Any
 
 
@@ -115,25 +120,14 @@ class GraphPass:
         modules: the model's experts modules; the other arguments are those of `GraphPass`
         """
         bindings: list[Binding] = [getattr(module, BINDING) for module in modules]
-        for decoder in model.modules():
-            kinds = [kind_of(part) for part in decoder._modules.values() if part is not None]
-            fits = sorted(kinds) == sorted(PARTS) and set(modules) <= set(decoder.modules())
-            if fits and _can_be_graph(decoder.config):
-                return GraphPass(decoder, bindings, engine, top_k, room, exact)
-        return None
+        decoder = graph_decoder(model, modules)
+        if decoder is None:
+            return None
+        return GraphPass(decoder, bindings, engine, top_k, room, exact)
 
     def compile(self) -> None:
         """Compile the attention of single tokens now, by a trial computation."""
-        config, dtype = self._settings[0], self._bindings[0].experts.dtype
-        if not (heads := getattr(config, "num_attention_heads", 0)):
-            return
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        query, keys = (
-            torch.zeros(1, count, 1, width, dtype=dtype, device=self._engine.device)
-            for count in (heads, getattr(config, "num_key_value_heads", None) or heads)
-        )
-        if is_supported(query, keys, keys):
-            attend_to_all(query, keys, keys, 1.0)
+        compile_attention(self._decoder, self._bindings[0].experts.dtype, self._engine.device)
 
     def detach(self) -> None:
         """Give the decoder its own forward and attention back."""
@@ -183,29 +177,29 @@ class GraphPass:
             if name not in ARGUMENTS and value is not None and not unasked:
                 return None
         layers: Any = getattr(cache, "layers", ())
-        if len(layers) != self._layers or (buffers := token_buffers(layers)) is None:
+        if len(layers) != self._layers or not (stamps := layer_stamps(layers)):
             return None
         before, mask = layers[0].get_seq_length(), kwargs.get("attention_mask")
+        graph, states = self._threads.graph, None
+        moved = graph is None or graph.stamps != stamps or before >= graph.until
+        if moved and (states := layer_states(layers)) is None:
+            return None
         positions = kwargs.get("position_ids")
-        if mask is not None and mask.shape != (1, before + 1):
+        if mask is not None and getattr(mask, "shape", ()) != (1, before + 1):
             return None
         if before + 1 > self._room or (positions is not None and positions.shape != (1, 1)):
             return None
-        return _Token(ids, positions, mask, layers, buffers, cache)
+        return _Token(ids, positions, mask, layers, before, stamps, states, cache)
 
     def _has_hooks(self) -> bool:
-        """Check whether a submodule of the decoder has a hook, which a graph would not call.
-
-        Those of transformers stay after a call that asked for more outputs, and do nothing.
-        """
+        """Check whether a submodule of the decoder has a hook, which a graph would not call."""
         if self._hooked or RemovableHandle.next_id != self._last_hook:  # torch numbers all hooks
             self._last_hook = RemovableHandle.next_id
             modules = list(self._decoder.modules())[1:]
             hooks = [hook for each in modules for hook in each._forward_hooks.values()]
             hooks += [hook for each in modules for hook in each._forward_pre_hooks.values()]
             hooks += [hook for each in GLOBAL_HOOKS for hook in each.values()]
-            owner = output_capturing.__name__
-            self._hooked = any(getattr(hook, "__module__", "") != owner for hook in hooks)
+            self._hooked = not all(map(_does_nothing, hooks))
         return self._hooked
 
     def _compare(self, token: _Token, kwargs: dict[str, Any]) -> Any:
@@ -216,11 +210,13 @@ class GraphPass:
         if set(out) != {HIDDEN, CACHE} or hidden is None or hidden.shape[:2] != (1, 1):
             self._refused = True
             return out
-        count = token.layers[0].get_seq_length() - 1
-        last = [[x[:, :, count].clone() for x in pair] for pair in token.buffers]
+        assert token.states is not None
+        rows = [x[:, :, token.before - each.dropped] for each in token.states for x in each[:2]]
+        last = [row.clone() for row in rows]
         try:
             graph = self._make_graph(hidden)
-            graph.set_inputs(token.ids, token.positions, token.mask, count, token.buffers)
+            graph.set_cache(token.stamps, token.states)
+            graph.set_inputs(token.ids, token.positions, token.mask, token.before)
             results = []
             for compute in (graph.compute, graph.replay):  # kernel by kernel, then as a graph
                 results.append(compute(lambda: self._decode(graph)))
@@ -233,9 +229,8 @@ class GraphPass:
         except NoGraph as reason:
             log.info("--device cuda: single tokens are no graph: %s", reason)
         self._refused = True
-        for pair, rows in zip(token.buffers, last, strict=True):
-            for tensor, row in zip(pair, rows, strict=True):
-                tensor[:, :, count] = row
+        for row, values in zip(rows, last, strict=True):
+            row.copy_(values)
         return out
 
     def _make_graph(self, hidden: Tensor) -> TokenGraph:
@@ -256,34 +251,36 @@ class GraphPass:
     def _replay(self, graph: TokenGraph, token: _Token) -> Tensor | None:
         """Compute one token as a graph; None if an expert was missing, or the mask is not full."""
         self._driver.deferred.settle()
-        before, results = token.layers[0].get_seq_length(), list[Tensor]()
-        graph.set_inputs(token.ids, token.positions, token.mask, before, token.buffers)
+        if token.states is not None:
+            graph.set_cache(token.stamps, token.states)
+        graph.set_inputs(token.ids, token.positions, token.mask, token.before)
+        results = list[Tensor]()
 
         def find(tables: SlotTables) -> Sequence[int]:
             results.append(graph.replay(lambda: self._decode(graph)))
-            reports = graph.read_reports()
-            if not graph.mask_is_full or not np.bitwise_and.reduce(reports, axis=None) & 1:
+            if not graph.read_reports() or not graph.mask_is_full:
                 return ()
-            self._record(reports >> 1, graph.moe_layers)
-            return [reports.shape[1]] * len(reports)
+            self._record(chosen := graph.chosen, graph.moe_layers)
+            return [chosen.shape[1]] * len(chosen)
 
         if not self._driver.resident_steps(graph.moe_layers, find):
             return None
         count_token(token.layers)
         return results[0]
 
-    def _record(self, chosen: NDArray[np.int64], layers: Sequence[int]) -> None:
+    def _record(self, chosen: NDArray[np.int32], layers: Sequence[int]) -> None:
         """Record the use of experts: chosen [MoE layers, top_k], in the order of `layers`."""
         self._driver.resident.record_use(chosen, layers)
         if (observe := self._bindings[0].on_routing) is not None:
             for layer, experts in zip(layers, chosen, strict=True):
-                observe(layer, experts[None].copy())
+                observe(layer, experts[None].astype(np.int64))
 
 
-def _can_be_graph(config: Any) -> bool:
-    """Tell whether a decoder's configuration has only what a graph can compute."""
-    if config._attn_implementation != SDPA or not sees_all_tokens(config):
-        return False
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type", "default")}
-    return kinds <= ROTARY and not any(isinstance(value, dict) for value in rope.values())
+def _does_nothing(hook: Any) -> bool:
+    """Tell whether a hook does nothing for a token whose experts are all in slots.
+
+    Those of transformers stay after a call that asked for more outputs. Those of `shared` are for
+    layers that wait for experts.
+    """
+    owners = {output_capturing.__name__, shared.__name__}
+    return isinstance(hook, OwnForwardHook) or getattr(hook, "__module__", "") in owners

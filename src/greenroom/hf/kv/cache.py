@@ -10,7 +10,6 @@ the reserved space (by default 4096 tokens) is full. On a GPU, the larger tensor
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import gcd
@@ -27,6 +26,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
+from greenroom.hf.kv.in_place import InPlaceLayer, WindowLayer
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.dense.attention import KeyValueView
 from greenroom.runtime.memory.system import reserve_memory
@@ -36,26 +36,8 @@ BLOCK = 256  # tokens that a GPU's tensors grow by
 FREED = 64 << 20  # bytes of outgrown tensors that a GPU's allocator may keep
 
 
-def _view(number: int) -> Any:
-    """Make the property of a KV cache layer for its keys (0) or its values (1)."""
-
-    def look(layer: GrowingLayer) -> Tensor | None:
-        return layer._current_views()[number]
-
-    def replace(layer: GrowingLayer, tensor: Tensor | None) -> None:
-        layer._views, layer._buffers = [*layer._current_views()], None
-        layer._views[number] = tensor
-
-    return property(look, replace)
-
-
-class GrowingLayer(DynamicLayer):
-    """KV cache layer, a `DynamicLayer` of transformers, that appends tokens without a copy.
-
-    `keys` and `values` are views of larger tensors, until other tensors are assigned to them. The
-    views are made only when they are read: making them in every decode pass would take as much time
-    as computing one more layer.
-    """
+class GrowingLayer(InPlaceLayer, DynamicLayer):
+    """KV cache layer, a `DynamicLayer` of transformers, that appends tokens without a copy."""
 
     format_number = 0  # of a `KeyValueFormat`, in layers that quantise
 
@@ -65,10 +47,8 @@ class GrowingLayer(DynamicLayer):
         room:      tokens that address space is reserved for, in host memory
         in_blocks: whether memory grows by blocks of 256 tokens instead, as on a GPU
         """
+        self._begin()
         self._room, self._in_blocks = room, in_blocks
-        self._views: list[Tensor | None] | None = [None, None]  # None: not yet made of `_buffers`
-        self._buffers: tuple[Tensor, Tensor] | None = None
-        self._count = 0  # tokens in `_buffers`
         super().__init__()
 
     @classmethod
@@ -78,14 +58,6 @@ class GrowingLayer(DynamicLayer):
         for name, value in vars(layer).items():
             setattr(growing, name, value)
         return growing
-
-    keys, values = _view(0), _view(1)
-
-    def _current_views(self) -> list[Tensor | None]:
-        if self._views is None:
-            assert self._buffers is not None
-            self._views = [buffer[:, :, : self._count] for buffer in self._buffers]
-        return self._views
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() if self._buffers is None else self._count
@@ -148,8 +120,7 @@ class GrowingLayer(DynamicLayer):
         for old, new in zip(before, (keys, values), strict=True):
             if have and old is not None:
                 new[:, :, :have] = old
-        self._buffers, self._count, self._views = (keys, values), have, None
-        self._most, self._is_single = min(keys.shape[2], values.shape[2]), keys.shape[0] == 1
+        self._take((keys, values), have)
 
     def _fresh(self, like: Tensor, tokens: int) -> Tensor:
         """Return a new tensor of the same kind, with room for at least `tokens` tokens."""
@@ -186,12 +157,6 @@ class GrowingLayer(DynamicLayer):
         self._make(tokens, self._tensors())
         return before
 
-    def _tensors(self) -> tuple[Tensor, Tensor]:
-        keys, values = self._current_views()
-        assert keys is not None
-        assert values is not None
-        return keys, values
-
     @property
     def nbytes(self) -> int:
         """Return the bytes of memory that a KV cache layer takes now.
@@ -207,15 +172,6 @@ class GrowingLayer(DynamicLayer):
             row = self._count * width * self._buffers[0].element_size()
             pages += batch * heads * -(-row // PAGESIZE)
         return pages * PAGESIZE
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GrowingLayer:
-        """Copy a KV cache layer with its tokens, without its room for further tokens."""
-        duplicate = copy.copy(self)
-        duplicate._views = [
-            tensor if tensor is None else tensor.clone() for tensor in self._current_views()
-        ]
-        duplicate._buffers = None
-        return duplicate
 
 
 def caches_of(cache: Any) -> tuple[Any, ...]:
@@ -246,7 +202,7 @@ def make_growing(
     room:      tokens for which address space is reserved, in host memory
     in_blocks: whether memory grows by blocks of 256 tokens instead, as on a GPU
     replace:   makes a growing layer with the tokens of a plain one; None: `GrowingLayer.of`
-    Other kinds of layers do not change.
+    On a GPU, those of sliding windows append single tokens in place. Other kinds do not change.
     """
     replace = replace or GrowingLayer.of
     for part in caches_of(cache):
@@ -257,6 +213,8 @@ def make_growing(
         for index, layer in enumerate(part.layers):
             if type(layer) is DynamicLayer:
                 part.layers[index] = replace(layer, room, in_blocks)
+            elif type(layer) is DynamicSlidingWindowLayer and in_blocks:
+                part.layers[index] = WindowLayer.of(layer, BLOCK)
 
 
 def _grown(
@@ -296,7 +254,7 @@ def has_all_tokens(cache: Any, tokens: int) -> bool:
 
 
 def _has_all_tokens(layer: Any) -> bool:
-    if type(layer) is DynamicSlidingWindowLayer:
+    if type(layer) in (DynamicSlidingWindowLayer, WindowLayer):
         return bool(layer.cumulative_length < layer.sliding_window)
     return type(layer) is DynamicLayer or isinstance(layer, GrowingLayer)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
-from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from greenroom.hf.kv.cache import GrowingLayer
+from greenroom.hf.kv.in_place import InPlaceLayer, WindowLayer
+from greenroom.runtime.cuda.token_graph import LayerStates
 from greenroom.runtime.kernels.dense.attention import KeyValueView
+
+_stamp_of = attrgetter("_stamp")
 
 
 def append_token(cache: Any, layer_idx: int) -> KeyValueView | None:
@@ -34,22 +38,38 @@ def remove_token(cache: Any, layer_idx: int) -> None:
     cache.layers[layer_idx].crop(-1)
 
 
-def token_buffers(layers: Sequence[Any]) -> list[tuple[Tensor, Tensor]] | None:
-    """Return each layer's tensors of keys and of values, with room for a token.
+def layer_stamps(layers: Sequence[Any]) -> list[int]:
+    """Return a number for each layer's tensors, which others never have; empty without tensors.
+
+    Whatever makes other tensors for a layer changes its number.
+    """
+    try:
+        return list(map(_stamp_of, layers))  # of each token: a loop of Python's takes twice as long
+    except AttributeError:  # a layer of another kind
+        return []
+
+
+def layer_states(layers: Sequence[Any]) -> list[LayerStates] | None:
+    """Return where each layer stores keys and values, with room for a token.
 
     The result is None if a layer is of another kind, full, or of several sequences.
     """
-    buffers = []
-    for layer in layers:  # of each token: a method's call would take as long as all of this
-        if type(layer) is not GrowingLayer or layer._buffers is None or not layer._is_single:
+    states = []
+    for layer in layers:
+        if type(layer) not in (GrowingLayer, WindowLayer) or layer._buffers is None:
             return None
-        if layer._count == layer._most:
+        if not layer._is_single or layer._count == layer._most:
             return None
-        buffers.append(layer._buffers)
-    return buffers
+        dropped, window = layer.get_seq_length() - layer._count, None
+        if type(layer) is WindowLayer:
+            window = layer.sliding_window
+        keys, values = layer._buffers
+        states.append(LayerStates(keys, values, dropped, window))
+    return states
 
 
-def count_token(layers: Sequence[GrowingLayer]) -> None:
+def count_token(layers: Sequence[InPlaceLayer]) -> None:
     """Count a token that a kernel has written, in the layers of a KV cache."""
     for layer in layers:
-        layer._count, layer._views = layer._count + 1, None
+        layer._count += 1
+        layer._views = None

@@ -119,7 +119,8 @@ class KVBytes:
     def _paged_bytes(self, layer: LayerSize, tokens: int, batch: int) -> int:
         """Return the bytes of a layer's plain KV cache, rounded up to pages or blocks."""
         if not layer.in_place:
-            return batch * layer.held_bytes(tokens)
+            is_window = self.on_a_gpu and layer.max_tokens is not None
+            return batch * layer.held_bytes(tokens + BLOCK * is_window)
         if not self.on_a_gpu:
             return batch * (layer.held_bytes(tokens) + layer.rows * PAGESIZE)
         nbytes = batch * layer.held_bytes(-(-tokens // BLOCK) * BLOCK)
@@ -259,7 +260,7 @@ def _layer(layer: Any, block: int) -> LayerSize:
         token=nbytes // tokens,
         fixed=sum(tensor.nbytes for tensor in tensors) - nbytes,
         rows=sum(prod(tensor.shape[:-2]) for tensor in growing),
-        max_tokens=None if window is None else window + block,
+        max_tokens=None if window is None else window + max(block, BLOCK),
         in_place=type(layer) is DynamicLayer,
         shape=shape,
     )

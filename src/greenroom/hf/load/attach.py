@@ -56,7 +56,7 @@ def attach(
     compile_for(policy(setup.policy))
     if setup.host_bytes is not None:
         release_memory()
-        setup = with_host_tier(setup, config)  # measures the process again
+        setup = with_host_tier(setup, config, budget.host_bytes)  # measures the process again
     step = "making room for the experts"
     progress(0.7, step)
     model.greenroom = greenroom = Greenroom(
@@ -117,6 +117,7 @@ def _measured_budget(
     setup, need, catalog = model.greenroom.setup, slot_budget.need, slot_budget.catalog
     if budget.gpu is not None:
         need = budget.gpu.after(setup.capacity // slot_budget.devices * catalog.slot_bytes)
+        need = replace(need, process=need.process + budget.caller_bytes)
     else:
         _store_process(setup, process - need.dense)
         need = replace(need, process=process + budget.caller_bytes, dense=0)

@@ -23,6 +23,7 @@ from greenroom.hf.memory.budget import MemoryNeeds, Workspace, experts_per_token
 from greenroom.hf.memory.devices import COMPILED
 from greenroom.hf.memory.prompt_block import prompt_block
 from greenroom.hf.memory.slot_budget import SlotBudget
+from greenroom.hf.model.graph_decoder import graph_decoder
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.hf.mtp.layer import mtp_layer_of
 from greenroom.hf.variants.index import adapters_of
@@ -96,7 +97,7 @@ class Description:
         readers:      threads that read experts, each with its own buffer
         compiled:     whether compiled kernels on a CPU compute the experts
         min_slots:    expert slots that must fit; otherwise BudgetError names a sufficient budget
-        caller_bytes: bytes of the process that the calling program uses for itself
+        caller_bytes: bytes of this memory that the calling program uses for itself
 
         On a CPU, the memory of Python and libraries is the least that the last three runs of this
         model measured on this machine. Without such runs, it is the memory of this process plus an
@@ -104,7 +105,7 @@ class Description:
         """
         skeleton, on_a_gpu = self.skeleton, self.keys_values.on_a_gpu
         need = MemoryNeeds(
-            process=0,
+            process=caller_bytes,
             dense=skeleton.dense_bytes,
             kv_cache=0,
             workspace=0,
@@ -191,7 +192,17 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
         low=low,
         nested=nested,
         segments=isinstance(catalog, PackCatalog) and any(x.segments for x in catalog.layouts),
+        token_graph=_has_token_graph(skeleton, config),
     )
+
+
+def _has_token_graph(skeleton: ModelSkeleton, config: LoadConfig) -> bool:
+    """Tell whether a pass of one token is one CUDA graph on a GPU that has all experts."""
+    catalog, plain_keys = skeleton.catalog, config.kv == "dynamic"
+    modules = [skeleton.model.get_submodule(name) for name in catalog.layers]
+    segments = any(layout.segments for layout in catalog.layouts)
+    exact = skeleton.variants is None and not segments
+    return plain_keys and exact and graph_decoder(skeleton.model, modules) is not None
 
 
 def unread_bytes(skeleton: ModelSkeleton) -> int:

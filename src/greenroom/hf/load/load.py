@@ -46,7 +46,7 @@ def load(
     readers: int = 4, direct: str = "auto", repack: str | None = None, dtype: str = "auto",
     read_limit: str | int | None = None, config: str | None = None, threads: int | None = None,
     adapter: str | tuple[str, ...] | None = None, only_experts: str | None = None,
-    spare_devices: int = 0
+    spare_devices: int = 0, device_placement: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
@@ -61,7 +61,7 @@ def load(
     kv: type of the KV cache: dynamic, offloaded; int8 or int4, which change the output
     disk_tables: least size of an input embedding that stays on disk, "64MiB", or "off"
     device: auto (cuda if torch has it), cpu, cuda, "cuda:0,cuda:1", fake (for tests)
-    spare_devices: how many of several GPUs have no experts until `model.greenroom.use_devices`
+    spare_devices, device_placement: GPUs without experts at first; experts or layers on each, auto
     dtype: dtype to compute in: auto (that of the checkpoint), bfloat16, float16, float32
     kernels: code for experts: auto, eager (as transformers), native, precise, rounded, triton
     config: of a GGUF file, the folder, file or hub id with the original config and tokenizer
@@ -109,8 +109,8 @@ def load_with(
 
     remember:     use the routing and memory figures of earlier runs, and save those of this run
     progress:     called with the share of loading time so far (0 to 1) and the name of a step
-    caller_bytes: bytes of a CPU run's `--memory` that the calling program uses for itself
-    picture_tokens: of a picture, for which a CPU run sets memory aside; 0: the caller reads none
+    caller_bytes: bytes of main memory that the calling program uses for itself
+    picture_tokens: of a picture, for which memory is set aside; 0: the caller reads none
     mtp:          load the checkpoint's MTP layer too, which drafts tokens (`--speculate mtp`)
     variants:     let each token choose between the model itself and each of `--adapter`
     """
@@ -128,7 +128,8 @@ def load_with(
         setup = requested_setup(files, description, config, remember)
         tokenizer = tokenizer_of(files.checkpoint)
         context, block = description.context, description.prompt_block
-        caller_bytes += picture_bytes(skeleton.model, context, picture_tokens, block)
-        budget = budget_for(description, setup, config, caller_bytes)
+        pictures = picture_bytes(skeleton.model, context, picture_tokens, block)
+        host_bytes = caller_bytes + pictures.pixels
+        budget = budget_for(description, setup, config, host_bytes, pictures.activations)
         setup = complete_setup(description, budget, config)
         return attach(description, budget, setup, config, progress), tokenizer

@@ -21,6 +21,7 @@ from greenroom.runtime.kernels.dense.table import disk_bytes
 AS_GIVEN = (
     "kv", "prompt_block", "disk_tables", "device", "host_memory", "readers", "direct",
     "read_limit", "repack", "dtype", "threads", "pin", "config", "adapter", "only_experts",
+    "spare_devices", "device_placement",
 )  # fmt: skip
 LONGEST = 160  # characters of the short line
 SEPARATOR = " · "
@@ -54,6 +55,8 @@ def _short_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         line += f" · {' and '.join(what)}, WHICH CHANGES THE OUTPUT"
     if setup.kernel_fallback:
         line += f" · kernels: {stats.kernels}"
+    if len(setup.devices) > 1:
+        line += f" · {setup.placement.short}"
     if greenroom.engine is not None and stats.co_compute is not None:
         line += " · misses on both processors, which may change last bits"
     line += f" · {show_bytes(kv_bytes)} of KV cache{kv} for {setup.context} tokens"
@@ -122,7 +125,8 @@ def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     if setup.subset is not None:
         approximation = f" · {setup.subset.description}, which CHANGES THE OUTPUT{approximation}"
     kernels = f" · kernels: {stats.kernels}" if stats.kernels != greenroom.kernel.name else ""
-    origin = f" · settings {setup.settings_origin}" if setup.settings_origin else ""
+    origin = f" · {setup.placement}" if len(setup.devices) > 1 else ""
+    origin += f" · settings {setup.settings_origin}" if setup.settings_origin else ""
     packed = f", packed as {catalog.kind}" if isinstance(catalog, PackCatalog) else ""
     in_host = (
         f"up to {tier['capacity']} experts in host memory{_host_computes(greenroom)}, "

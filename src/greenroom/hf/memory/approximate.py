@@ -6,6 +6,8 @@ expert is computed instead.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from greenroom.config import INEXACT, SchedulerConfig, options_in
@@ -16,7 +18,7 @@ from greenroom.errors import UsageError
 from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.runtime.kernels.approximate import ExpertsWithCopies
-from greenroom.runtime.slots.tier import Tier
+from greenroom.runtime.slots.tier import SlotPool
 
 APPROXIMATION_OPTIONS = tuple(
     each.name for each in options_in(SchedulerConfig) if each.metadata["group"] == INEXACT
@@ -57,7 +59,7 @@ def copies_of(catalog: Catalog, at: Approximation | None, room: int, top_k: int)
 
 
 def approximate_layer(
-    setup: ModelSetup, module: nn.Module, layer: int, slots: Tier
+    setup: ModelSetup, module: nn.Module, layer: int, pools: Sequence[SlotPool]
 ) -> ExpertsWithCopies:
     """Make the experts module of a layer whose cache misses may be approximate.
 
@@ -65,7 +67,7 @@ def approximate_layer(
 
     module: the layer's experts module
     layer:  the layer's number among the MoE layers
-    slots:  the slots of experts, and of low-precision copies if the run has any
+    pools:  the slots of experts, and of low-precision copies if the run has any
     Raises UsageError if `--substitute-below` is set and the experts have biases.
     """
     layout, catalog, low = setup.catalog.layouts[layer], setup.catalog, None
@@ -73,11 +75,11 @@ def approximate_layer(
         assert isinstance(catalog, CopiesCatalog)
         of = catalog.layers_with_copies[layer].low_copy
         assert of is not None
-        low = of.layout, slots.pools[-1]
+        low = of.layout, pools[-1]
     assert setup.approximation is not None
     if setup.approximation.substitute and module.has_bias:
         raise UsageError(
             "--substitute-below replaces an expert's matrices by another's, and the experts of this"
             " model have biases too: leave the option out"
         )
-    return ExpertsWithCopies(module, layout, slots.pools[0], low)
+    return ExpertsWithCopies(module, layout, pools[0], low)

@@ -11,7 +11,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
+from fractions import Fraction
+from math import ceil, floor, prod
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def capacity_for(
     catalog: Catalog,
     min_slots: int = 1,
     label: str = "",
-    devices: int = 1,
+    devices: int | Fraction = 1,
 ) -> int:
     """Return the number of expert slots that a memory budget leaves.
 
@@ -115,12 +116,12 @@ def capacity_for(
 
     budget:  bytes; with several GPUs, of each of them
     label:   which memory the budget is of, for the error message; "" for the process's memory
-    devices: number of GPUs, which all have the same number of slots
+    devices: number of GPUs, each with as many slots as the memory holds (`Pieces.equal_devices`)
     Raises BudgetError, which names a sufficient budget, if fewer than `min_slots` are left.
     """
-    slots = (budget - need.total) // catalog.slot_bytes * devices
+    slots = floor((budget - need.total) // catalog.slot_bytes * devices)
     if slots < min_slots:
-        experts = -(-min_slots // devices)
+        experts = ceil(min_slots / devices)
         enough = need.total + experts * catalog.slot_bytes
         advised = -(-(enough + VARIATION) // (1 << 20))
         shorter = " or a shorter --context" if need.kv_cache > LARGE_SHARE * enough else ""
@@ -129,7 +130,7 @@ def capacity_for(
             f" {show_bytes(budget)}: {need} and {show_bytes(experts * catalog.slot_bytes)} for"
             f" {experts} experts; give --memory {advised}MiB{shorter}"
         )
-    return int(min(slots, catalog.experts))
+    return min(slots, catalog.experts)
 
 
 class DeviceBudget:
@@ -167,6 +168,7 @@ def host_slots(
     kv: int = 0,
     slot_bytes: int | None = None,
     pieces: Pieces | None = None,
+    caller_bytes: int = 0,
 ) -> tuple[int, int]:
     """Return the `--host-memory` budget in bytes, and how many experts it can cache.
 
@@ -175,9 +177,11 @@ def host_slots(
     kv:          bytes of keys and values that are offloaded to host memory
     slot_bytes:  bytes of an expert, if cached experts have another layout than on disk
     pieces:      the experts' segments or copies, which are cached too; None: experts are unsplit
+    caller_bytes: bytes that the calling program uses for itself
     Raises BudgetError if a given budget is too small for the process and its staging slots.
     """
-    available, process = available_bytes() + rss_bytes(), rss_bytes()
+    process = rss_bytes()
+    available, process = available_bytes() + process, process + caller_bytes
     budget = _amount(host_memory, "--host-memory", available)
     chunks = chunks_of(catalog, pieces)
     staging_bytes, expert_bytes = slot_sizes(chunks)

@@ -9,6 +9,7 @@ from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.scope import Scope
 from greenroom.core.config.base import Approximation
 from greenroom.core.config.scheduler import NO_OPTIONS, SchedulerConfig
+from greenroom.core.home_devices import SPREAD, DevicePlacement
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Copies, Split
 from greenroom.hf.checkpoint.source import ModelSource
@@ -51,6 +52,7 @@ class ModelSetup:
     cuda: bool = False
     devices: tuple[int, ...] = (0,)  # their numbers
     spare_devices: int = 0  # how many of them, the last ones, have no experts at first
+    placement: DevicePlacement = SPREAD  # of experts on several devices
     host_capacity: int = 0
     host_policy: str = "auto"
     config: SchedulerConfig = NO_OPTIONS  # the options of the scheduler

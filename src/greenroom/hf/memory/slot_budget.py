@@ -13,6 +13,8 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import ceil
 from typing import Any
 
 from greenroom.core.layout import Catalog
@@ -39,7 +41,7 @@ class SlotBudget:
     block:     most tokens of a prompt that a forward pass computes
     min_slots: slots that a full context must leave; otherwise BudgetError is raised
     label:     which memory the budget is of, for messages; "" for the process's memory
-    devices:   number of GPUs that the slots are distributed over
+    devices:   number of GPUs that the slots are distributed over (`Pieces.equal_devices`)
     release:   function that returns unused memory to the system
     full_context_slots: number of slots that a full context leaves
     """
@@ -53,7 +55,7 @@ class SlotBudget:
     block: int
     min_slots: int
     label: str = ""
-    devices: int = 1
+    devices: int | Fraction = 1
     release: Callable[[], None] = trim_heap
     full_context_slots: int = field(init=False)
     _driver: Driver = field(init=False)
@@ -145,7 +147,8 @@ class SlotBudget:
         In host memory, whose bytes the budget limits, their number stays. Raises BudgetError,
         before anything is changed, if a full context would have no room.
         """
-        count = len(devices) if self.label else 1
+        on_devices = self._driver.pieces.on_devices(devices)
+        count = on_devices.equal_devices if self.label else 1
         full_context_slots = replace(self, devices=count).full_context_slots
         with self._lock:
             slots = capacity_for(
@@ -284,7 +287,7 @@ class SlotBudget:
 
     def _nbytes(self, slots: int) -> int:
         """Return the bytes that `slots` expert slots take on each device."""
-        return -(-slots // self.devices) * self.catalog.slot_bytes
+        return ceil(slots / self.devices) * self.catalog.slot_bytes
 
     def _slots(self, need: MemoryNeeds) -> int:
         return capacity_for(

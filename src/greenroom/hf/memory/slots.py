@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from greenroom.config import Amount
 from greenroom.core.cache.scope import Scope
-from greenroom.core.cache.state import group_sizes
+from greenroom.core.cache.state import pool_sizes
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Pieces
 from greenroom.core.transfers.tiers import HostTier, host_slot_groups, least_host_slots
@@ -83,13 +83,17 @@ def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
     catalog = setup.catalog
     if setup.cuda or len(setup.devices) > 1 or setup.host_capacity:
         _check_parts(setup)
+    devices, active = len(setup.devices), range(setup.active_devices)
     if setup.copies is not None:
-        return Pieces.with_copies(catalog.offsets, setup.copies, chunks)
+        return Pieces.with_copies(
+            catalog.offsets, setup.copies, chunks, devices, active, setup.placement.name
+        )
     if setup.split is not None:
-        return Pieces.with_split(catalog.offsets, setup.split, chunks)
+        return Pieces.with_split(
+            catalog.offsets, setup.split, chunks, devices, active, setup.placement.name
+        )
     nbytes = [layout.nbytes for layout in catalog.layouts]
-    active = range(setup.active_devices)
-    return Pieces.unsplit(catalog.offsets, nbytes, chunks, len(setup.devices), active)
+    return Pieces.unsplit(catalog.offsets, nbytes, chunks, devices, active, setup.placement.name)
 
 
 def _check_parts(setup: ModelSetup) -> None:
@@ -97,11 +101,10 @@ def _check_parts(setup: ModelSetup) -> None:
     catalog = setup.catalog
     segments = any(layout.segments for layout in catalog.layouts)
     nested = isinstance(catalog, CopiesCatalog) and bool(catalog.nested_layouts)
-    at = setup.approximation
-    if nested and ((at is not None and at.low) or setup.config.uses_host()):
+    if nested and setup.config.uses_host():
         raise UsageError(
-            "this pack's int8 experts contain int4 copies, which only a CPU joins with the rest:"
-            " leave out --miss-precision and --co-compute, or give --device cpu"
+            "this pack's int8 experts contain int4 copies, which are joined with the rest in the"
+            " GPU's slots, not in host memory: leave out --co-compute"
         )
     if not segments and not setup.approximates_misses:
         return
@@ -110,8 +113,6 @@ def _check_parts(setup: ModelSetup) -> None:
     else:
         what = "--miss-precision, --skip-below and --substitute-below are set"
         remedy = "leave them out"
-    if len(setup.devices) > 1:
-        raise UsageError(f"{what}, which works with one device only: give one, or {remedy}")
     if setup.config.uses_host() and setup.host_capacity:
         raise UsageError(
             f"{what}, which excludes --co-compute auto: leave out --co-compute, or {remedy}"
@@ -145,7 +146,7 @@ def chunks_in(store: Store, setup: ModelSetup) -> Chunks:
     pieces, count = set(range(catalog.experts)), catalog.experts
     if isinstance(catalog, PackCatalog) and (setup.split or setup.copies):
         pieces = set(catalog.pieces)
-        count = 2 * count if setup.split else len(pieces)
+        count *= 3 if setup.copies is not None and setup.copies.remainder else 2
     return [store.chunks(piece) if piece in pieces else () for piece in range(count)]
 
 
@@ -156,40 +157,35 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
     they share slots. Bottom segments and low-precision copies have slots of their own.
     """
     catalog, copies, split = setup.catalog, setup.copies, setup.split
-    strides, most = [catalog.slot_bytes], [catalog.experts]
+    strides, most = [catalog.slot_bytes], [catalog.experts]  # of each kind of slots
     if split is not None and setup.scope == "shared":
         strides, most = [max(split.tops)], [pieces.offsets[-1]]
     elif split is not None:
         strides, most = list(split.tops), [b - a for a, b in pairwise(pieces.offsets)]
+    exact = len(strides)  # kinds of slots for exact experts, the first ones
+    if split is not None:
+        strides.append(max(split.bottoms))
+    elif copies is not None:
+        strides.append(max(copies.low))
+    most += [sum(pieces.secondary_slots)] * (len(strides) - exact)
 
     def sizes_for(scope: Scope) -> Sizes:
-        def sizes(capacity: int) -> list[int]:
-            if split is not None:
-                return [*group_sizes(pieces, capacity, scope), split.secondary_slots]
-            if copies is not None:
-                return [sum(group_sizes(pieces, capacity, scope)), copies.secondary_slots]
-            return pieces.slots_per_device(capacity)
+        return lambda capacity: pool_sizes(pieces, capacity, scope)
 
-        return sizes
-
-    sizes = sizes_for(setup.scope)
+    sizes, devices = sizes_for(setup.scope), pieces.devices
     counts = sizes(setup.capacity)
-    if split is not None:
-        strides, most = [*strides, max(split.bottoms)], [*most, split.secondary_slots]
-    elif copies is not None:
-        strides, most = [*strides, max(copies.low)], [*most, copies.secondary_slots]
-    else:
-        strides, most = strides * len(counts), most * len(counts)
+    if len(counts) == 1:
+        counts = [setup.capacity]
     slot_pools: list[SlotPool]
     nestings = catalog.nested_layouts if isinstance(catalog, CopiesCatalog) else ()
-    exact = 1 if copies is not None else len(counts)  # pools of exact experts, the first ones
     joins = [
-        PlaneJoiner(nestings) if nestings and split is None and n < exact else None
+        PlaneJoiner(nestings) if nestings and split is None and n < exact * devices else None
         for n in range(len(counts))
     ]
-    sized = zip(counts, strides, most, joins, strict=True)
-    if engines:  # on each device one pool, or on one device a pool for each size
-        on = engines if len(engines) > 1 else [*engines] * len(counts)
+    of = [n // devices for n in range(len(counts))]  # the kind of each pool
+    sized = zip(counts, [strides[n] for n in of], [most[n] for n in of], joins, strict=True)
+    if engines:
+        on = [*engines] * (len(counts) // devices)
         slot_pools = [DeviceSlots(engine, *each) for engine, each in zip(on, sized, strict=True)]
     else:
         kind = FakeSlots if setup.fake else HostSlots
@@ -224,14 +220,18 @@ def make_host_memory(
     computes: whether cached experts have the layout from which the CPU can compute them
     """
     capacity = setup.host_capacity
-    nodes = []
-    if engines and capacity >= len(setup.devices):
-        each = zip(pieces.slots_per_device(capacity), engines, strict=True)
-        nodes = [(share, engine.node) for share, engine in each]
-    engine = engines[0] if engines else Engine()
-    stride = setup.catalog.slot_bytes if computes else None
-    groups = None
+    nodes, groups = [], None
     if pieces.split is not None or pieces.copies is not None:
         fits = capacity >= least_host_slots(pieces)
         groups = host_slot_groups(pieces, capacity) if fits else []
+        each = len(groups) // 2 // len(setup.devices) if groups else 1  # of a device
+        sizes = [size for size, _ in groups]
+    elif capacity >= len(setup.devices):
+        each, sizes = 1, pieces.slots_per_device(capacity)
+    else:
+        each, sizes = 1, []
+    if engines:
+        nodes = [(n, engines[i // each % len(engines)].node) for i, n in enumerate(sizes)]
+    engine = engines[0] if engines else Engine()
+    stride = setup.catalog.slot_bytes if computes else None
     return HostMemory(engine, chunks, staging_slots, capacity, nodes, stride, groups)

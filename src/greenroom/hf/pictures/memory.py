@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from greenroom.hf.pictures.decode import MOST_PIXELS, PIXEL_BYTES
 from greenroom.hf.pictures.support import picture_obstacle
 
 WAITING_BYTES = 64 << 20  # of the pixels of all requests, from their arrival to their end
 CHANNELS = 3
+
+
+class PictureBytes(NamedTuple):
+    """Bytes that pictures take: pixels in main memory, activations where the model computes."""
+
+    pixels: int
+    activations: int
 
 
 def waiting_bytes(model: Any, context: int) -> int:
@@ -18,24 +25,24 @@ def waiting_bytes(model: Any, context: int) -> int:
     return max(WAITING_BYTES, context * token)
 
 
-def picture_bytes(model: Any, context: int, most_tokens: int, block: int) -> int:
+def picture_bytes(model: Any, context: int, most_tokens: int, block: int) -> PictureBytes:
     """Return the bytes that a server needs for pictures; 0 if the model takes none.
 
     most_tokens: of a picture; larger ones are scaled down
     block: most tokens of a prompt in a pass, whose pictures are in memory besides a longer one
 
-    They are: one picture that is decoded, the pixels of requests, the activations of the vision
+    They are: one picture that is decoded, and the pixels of requests; the activations of the vision
     tower for one picture, and hidden states of pictures in a pass. The model may be on the meta
     device.
     """
     if picture_obstacle(model, most_tokens):
-        return 0
+        return PictureBytes(0, 0)
     vision = model.config.vision_config
     tokens = min(context, most_tokens)
     states = (tokens + block) * (1 + len(vision.deepstack_visual_indexes))
     hidden = states * vision.out_hidden_size * model.dtype.itemsize
-    decoded = MOST_PIXELS * PIXEL_BYTES
-    return decoded + waiting_bytes(model, context) + tower_bytes(model, tokens) + hidden
+    pixels = MOST_PIXELS * PIXEL_BYTES + waiting_bytes(model, context)
+    return PictureBytes(pixels, tower_bytes(model, tokens) + hidden)
 
 
 def tower_bytes(model: Any, tokens: int) -> int:

@@ -27,6 +27,4 @@ def picture_obstacle(model: Any, most_tokens: int) -> str:
         return "a GGUF file has no weights that read pictures"
     if not any(os.path.isfile(os.path.join(folder, name)) for name in PROCESSORS):
         return f"the model has no {PROCESSORS[0]}"
-    if model.device.type == "cuda":
-        return "pictures are not supported on a GPU yet"
     return missing_decoder()

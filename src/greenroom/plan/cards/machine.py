@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from greenroom.core.cost import Link
+from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.machine import Machine, Processor, Route, Table
+from greenroom.plan.cards import host_work
 from greenroom.plan.cards.table import Card, Pcie
 
 # Shares of a data sheet's rate that programs reach.
@@ -16,9 +17,6 @@ MEMORY_SHARE = 0.7  # of a card's memory: decoding of dense models, whose weight
 HOST_SHARE = 0.75  # of the host's memory
 PCIE_SHARE = 0.75  # of the link to a card, from pinned memory
 COMPUTE_SHARE = 0.5  # of products of 16 bits
-# Host time of a run on a GPU in Python, measured on the fake device (docs/planning.md), in seconds.
-LAYER = 0.8e-3  # for each layer
-FETCH = 0.3e-3  # for each expert that is moved
 BALANCE = 16  # tokens that a host's processor computes in the time of reading their weights
 LATENCY = 10e-6  # seconds, of a copy to a card
 LANES = 2  # copies to a card under way, as in a run
@@ -43,24 +41,39 @@ class Host:
 
 def predict_machine(card: Card, host: Host) -> Machine:
     """Build the profile of a machine with a graphics card from data sheets."""
-    memory, products = MEMORY_SHARE * card.bandwidth, COMPUTE_SHARE * card.half
-    link = PCIE_SHARE * card.pcie.with_slot(host.slot).bandwidth
     on_host = _roofline(host.bandwidth, BALANCE)
-    on_card = _roofline(memory, round(products / memory))
+    memory = MEMORY_SHARE * card.bandwidth
     return Machine(
-        (
-            Route("disk", "host", host.disk),
-            Route("host", "device", Link(link, LATENCY, LANES)),
-        ),
-        (
-            Processor("cpu", "host", on_host, on_host),
-            Processor("gpu", "device", on_card, on_card, layer=LAYER, fetch=FETCH),
-        ),
+        (Route("disk", "host", host.disk), Route("host", "device", _link(card, host.slot))),
+        (Processor("cpu", "host", on_host, on_host), _processor(card)),
         {"cpu": f"predicted host of a {card.name}", "memory_bytes": host.memory},
         {
             "predicted": True,
             "device": {"name": card.name, "memory_bytes": card.memory, "memory": memory},
         },
+    )
+
+
+def card_costs(card: Card, expert_bytes: int) -> Costs:
+    """Predict the costs of a model's experts on a card, from main memory."""
+    gpu = _processor(card)
+    return Costs(
+        (_link(card, None),), gpu.expert.at(expert_bytes), Work.constant(gpu.layer), gpu.fetch,
+        hop=gpu.hop, miss=gpu.miss,
+    )  # fmt: skip
+
+
+def _link(card: Card, slot: Pcie | None) -> Link:
+    return Link(PCIE_SHARE * card.pcie.with_slot(slot).bandwidth, LATENCY, LANES)
+
+
+def _processor(card: Card) -> Processor:
+    memory, products = MEMORY_SHARE * card.bandwidth, COMPUTE_SHARE * card.half
+    table = _roofline(memory, round(products / memory))
+    return Processor(
+        "gpu", "device", table, table, layer=host_work.LAYER + host_work.HIT,
+        fetch=host_work.FETCH, hop=host_work.HOP, miss=host_work.MISS,
+        graph_token=host_work.GRAPH_TOKEN, graph_layer=host_work.GRAPH_LAYER,
     )  # fmt: skip
 
 

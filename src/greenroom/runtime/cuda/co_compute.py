@@ -82,7 +82,7 @@ class CoComputeKernel(Kernel):
         """Register an MoE layer for computation on the GPU and on the host, before `begin`."""
         self.kernel.prepare(layer)
         module = copy_module(layer.module, CPU)
-        self._layers[id(layer)] = layer.in_other_slots(module, self._slots)
+        self._layers[id(layer)] = layer.in_other_slots(module, lambda _: self._slots)
 
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor

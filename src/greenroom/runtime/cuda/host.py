@@ -71,7 +71,7 @@ class HostMemory:
 
         chunks: the chunks of each expert, expert segment or copy (piece)
         capacity: number of cache slots of equal size, which fit any piece
-        nodes: (number of cache slots, NUMA node) for each device, if there are several devices
+        nodes: (number of cache slots, NUMA node) for each device, or for each of `groups`
         stride: bytes of a cache slot from which the host processor computes
         groups: groups of cache slots in place of `capacity`: (number of slots, pieces that fit)
 
@@ -107,10 +107,9 @@ class HostMemory:
         self._launched: dict[int, Mark] = {}  # by slot: behind copies that still read it
         self.plans: dict[int, Any] = {}
         address = self._bytes.ctypes.data
-        if groups is not None:  # all slots are for one device
-            nodes = [(1, node) for _, node in nodes]
-        share = self.slot_bytes if groups is None else self.nbytes - first_byte
-        numa.place(address + first_byte, [(n * share, node) for n, node in nodes])
+        each = [self.slot_bytes] * len(nodes) if groups is None else [size for _, size in sizes]
+        parts = [(n * nbytes, node) for (n, node), nbytes in zip(nodes, each, strict=False)]
+        numa.place(address + first_byte, parts)
         with contextlib.suppress(OSError, AttributeError):  # a fork would copy pinned pages
             self._map.madvise(mmap.MADV_DONTFORK)
         self._registration = Registration(engine)

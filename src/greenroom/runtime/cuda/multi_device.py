@@ -1,24 +1,29 @@
 """Computation of one MoE layer's experts on several devices; the first one sums their outputs.
 
-Slot `n * devices + d` of the cache is slot n of device d. Dense layers are on the first device. An
+Slot `n * devices + d` of the cache is slot n of device d; if a device has several pools of slots,
+slot n is numbered within them as on one device. Dense layers are on the first device. An
 expert group is computed on the devices that have its experts in their slots; each device gets the
 layer's inputs once. The outputs are copied to the first device, which sums over a token's experts
-in the order of their ids. So the result is bit for bit that of computation on one device.
+in the order of their ids. If one device computes all experts of a step, it sums itself, in the same
+order. So the result is bit for bit that of computation on one device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from greenroom.core.plan import SKIP
 from greenroom.runtime.kernels import base
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.slots.tier import Tier, group_by_pool
+from greenroom.runtime.slots.tier import Slots, Tier, group_by_pool
 
 
 class MultiDeviceStep(base.KernelStep):
@@ -37,20 +42,24 @@ class MultiDeviceStep(base.KernelStep):
         weights: Tensor,
     ) -> None:
         super().__init__(layers[0], x, routing, weights)
-        self._kernel, self._layers, self._devices = kernel, layers, devices
+        self._kernel: Any = kernel  # which may compute parts of experts
+        self._layers, self._devices = layers, devices
         self._steps: dict[int, base.KernelStep] = {}
-        self._experts: dict[int, list[int]] = {}  # computed on each device
+        self._experts: dict[int, set[int]] = {}  # computed on each device
 
-    def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Compute a group of an MoE layer's experts, each on its slot's device."""
+    def compute_group(self, experts: Sequence[int], slots: Sequence[int], *part: int) -> None:
+        """Compute a group of an MoE layer's experts, each on its slot's device.
+
+        `part` is the part or form of the experts, for kernels that compute parts of them.
+        """
+        if part == (SKIP,):  # which have no slots
+            self._kernel.compute_group(self.main_step, experts, slots, *part)
+            return
         for device, places in group_by_pool(slots, len(self._layers)).items():
             local = [experts[i] for i in places]
             numbers = [slots[i] // len(self._layers) for i in places]
-            if device:
-                self._device_step(device).compute_from(local, numbers, self._layers[device])
-            else:
-                self.main_step.compute_group(local, numbers)
-            self._experts.setdefault(device, []).extend(local)
+            self._kernel.compute_group(self._device_step(device), local, numbers, *part)
+            self._experts.setdefault(device, set()).update(local)
 
     def _device_step(self, device: int) -> base.KernelStep:
         """Return a device's part of an MoE layer's computation; the first call begins it."""
@@ -60,6 +69,8 @@ class MultiDeviceStep(base.KernelStep):
             if device:
                 x, weights = (t.to(self._devices[device], non_blocking=True) for t in (x, weights))
             self._steps[device] = self._kernel.begin(layer, x, self.routing, weights)
+            if device:
+                self._steps[device].leave_sum()
         return self._steps[device]
 
     @property
@@ -67,11 +78,16 @@ class MultiDeviceStep(base.KernelStep):
         return self._device_step(0)
 
     def total(self) -> Tensor:
+        if len(self._steps) == 1 and 0 not in self._steps:  # a whole layer: only its sum returns
+            (only,) = self._steps.values()
+            return only.total().to(self._devices[0], non_blocking=True)
         others = {device: computed for device, computed in self._experts.items() if device}
         if others and 0 not in self._experts:
             self.main_step.compute_group([], [])  # some kernels send the routing with it
         for device, computed in others.items():
-            self.main_step.merge_outputs(self._steps[device], computed, lambda tensor: tensor)
+            self.main_step.merge_outputs(
+                self._steps[device], sorted(computed), lambda tensor: tensor
+            )
         return self.main_step.combine()
 
 
@@ -90,13 +106,19 @@ class MultiDeviceKernel(Kernel):
 
         `layer` describes the experts in the slots of the first device.
         """
+        copies = [copy_module(layer.module, device) for device in self._devices[1:]]
         self._layers[id(layer)] = [
             layer,
             *(
-                layer.in_other_slots(copy_module(layer.module, device), pool)
-                for device, pool in zip(self._devices[1:], self._slots.pools[1:], strict=True)
+                layer.in_other_slots(module, partial(self._counterpart, number))
+                for number, module in enumerate(copies, 1)
             ),
         ]
+
+    def _counterpart(self, device: int, slots: Slots) -> Slots:
+        """Return a device's pool of slots of the same kind as one of the first device's."""
+        pools = self._slots.pools
+        return pools[next(n for n, each in enumerate(pools) if each is slots) + device]
 
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
@@ -107,6 +129,11 @@ class MultiDeviceKernel(Kernel):
         """
         layers = self._layers[id(layer)]
         return MultiDeviceStep(self.kernel, layers, self._devices, x, routing, weights)
+
+    def compute_group(
+        self, step: Any, experts: Sequence[int], slots: Sequence[int], *part: int
+    ) -> None:
+        step.compute_group(experts, slots, *part)
 
 
 def copy_module(module: nn.Module, device: torch.device) -> nn.Module:

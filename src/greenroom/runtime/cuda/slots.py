@@ -169,6 +169,15 @@ class DeviceSlots(SlotPool):
             ranges += [(bytes_there[source], to.start, to.stop) for source, to in parts]
         return ranges
 
+    def fill(self, slot: int, copy: Tensor, layer: int) -> None:
+        """Copy to a nested expert's slot the bytes that its int4 copy shares (see `SlotPool`)."""
+        assert self._plane_joiner is not None
+        target = self.bytes(slot)
+        with self.engine.copying(self._marks.get(slot)):
+            for each in self._plane_joiner.from_copy(layer):
+                source = copy[each.source :][: each.nbytes]
+                target[each.target :][: each.nbytes].copy_(source)
+
     def clear(self, slot: int) -> None:
         if self._plane_joiner is not None:
             self._plane_joiner.clear(slot)

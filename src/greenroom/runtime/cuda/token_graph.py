@@ -8,27 +8,53 @@ of each layer writes its choice to the host's memory, as in a pass without a gra
 
 from __future__ import annotations
 
+import sys
 import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.report import wait_for_report
 
-PATIENCE = 1000  # looks at the reports before the device is asked whether it still works
-Buffers = Sequence[tuple[Tensor, Tensor]]  # of each layer: its tensors of keys and of values
 # Makes the launches of a layer's experts, which report to a part of the host's memory: [top_k].
 MakeLaunches = Callable[[Tensor], Any]
 
 _active = threading.local()
+
+
+class LayerStates(NamedTuple):
+    """Tensors of a KV cache layer's keys and values, [1, heads, rows, width] each.
+
+    dropped: tokens before the one whose row is the first
+    window:  the most tokens that attention is to; None: all
+    """
+
+    keys: Tensor
+    values: Tensor
+    dropped: int = 0
+    window: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return the number of key heads, and the widths of keys and values."""
+        return self.keys.shape[1], self.keys.shape[3], self.values.shape[3]
+
+    @property
+    def room(self) -> int:
+        """Return how many tokens have a row, or had one."""
+        return self.dropped + min(self.keys.shape[2], self.values.shape[2])
+
+    def fields(self) -> list[int]:
+        """Return the numbers that `attend_in_place` reads."""
+        before = (self.dropped * x.stride(2) * x.itemsize for x in self[:2])
+        first = (x.data_ptr() - n for x, n in zip(self[:2], before, strict=True))
+        return [*first, self.keys.stride(1), self.values.stride(1)]
 
 
 class NoGraph(Exception):
@@ -49,7 +75,9 @@ class TokenGraph:
     fields:         [layers, 4] int64, see `attend_in_place`
     room:           the most tokens that a KV cache can have
     cache:          what the decoder's layers get as their KV cache
-    shapes:         of each layer: key heads, and widths of keys and of values, in `fields`
+    shapes:         of each layer in `fields`: key heads, widths of keys and of values, the window
+    stamps:         the KV cache layers' stamps, with the tensors of `fields`
+    until:          tokens that these tensors have room for
     """
 
     def __init__(
@@ -76,40 +104,38 @@ class TokenGraph:
             self._hidden = torch.zeros_like(hidden)
             self._reports = engine.host_numbers(moe_layers * top_k)
             self._full = engine.host_numbers(1)  # 1: the mask has all tokens
-        self._report = self._reports.numpy().reshape(moe_layers, top_k)
+        self._all_reports, self._combined_reports = self._reports.numpy(), 0
+        # The lower half of each report: twice the expert, plus 1 if it was in a slot.
+        halves = self._all_reports.view(np.int32).reshape(moe_layers, top_k, 2)
+        self._choices = halves[..., int(sys.byteorder == "big")]
         self._top_k, self._number, self._has_mask = top_k, 0, False
-        self.shapes: list[tuple[int, int, int]] = []
-        self._keys: list[weakref.ref[Tensor]] = []  # those of which `fields` has the addresses
+        self.shapes: list[tuple[tuple[int, int, int], int | None]] = []
+        self.stamps, self.until = list[int](), 0
         self._launches: dict[int, Any] = {}  # of each MoE layer's experts
         self.moe_layers: list[int] = []  # in the order of their launches
         self._replay: Callable[[], None] | None = None
         self._counts_agree = True  # of look-ups here and on the device
 
+    def set_cache(self, stamps: list[int], states: Sequence[LayerStates]) -> None:
+        """Set where the KV cache of the next tokens is; `stamps` are those of its layers."""
+        self.stamps = []  # in case of an interrupt
+        numbers = torch.tensor([layer.fields() for layer in states])
+        self.fields.copy_(self._engine.copy_to_device(numbers))
+        self.shapes = [(layer.shape, layer.window) for layer in states]
+        self.until, self.stamps = min(layer.room for layer in states), stamps
+
+    def room_of(self, layer: int) -> int:
+        """Return the most tokens that attention of a layer is to."""
+        window = self.shapes[layer][1]
+        return self.room if window is None else min(self.room, window)
+
     def set_inputs(
-        self,
-        ids: Tensor,
-        positions: Tensor | None,
-        mask: Tensor | None,
-        before: int,
-        buffers: Buffers,
+        self, ids: Tensor, positions: Tensor | None, mask: Tensor | None, before: int
     ) -> None:
-        """Set the next token: its id and position [1, 1], its mask of padding, its KV cache.
+        """Set the next token: its id and position [1, 1], its mask of padding.
 
         Without `positions` the position is `before`, the number of tokens before this one.
         """
-        same = len(self._keys) == len(buffers)
-        for reference, (keys, _) in zip(self._keys, buffers, strict=False):
-            same &= reference() is keys
-        if not same:
-            rows = [
-                [keys.data_ptr(), values.data_ptr(), keys.stride(1), values.stride(1)]
-                for keys, values in buffers
-            ]
-            self.fields.copy_(self._engine.copy_to_device(torch.tensor(rows)))
-            self._keys = [weakref.ref(keys) for keys, _ in buffers]
-            self.shapes = [
-                (keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in buffers
-            ]
         self.ids.copy_(ids)
         self._numbers.fill_(before)
         if positions is not None:
@@ -195,17 +221,28 @@ class TokenGraph:
         finally:
             _active.graph = None
 
-    def read_reports(self) -> NDArray[np.int64]:
-        """Wait for the reports of the last pass: [MoE layers, top_k], in the order of launches.
+    def read_reports(self) -> bool:
+        """Wait for the reports of the last pass; tell whether all experts were in slots.
 
-        Each is twice the expert's number, plus 1 if the expert was in a slot. Raises DeviceError
-        if the device has done all work without a report.
+        Raises DeviceError if the device has done all work without a report.
         """
-        looks, number, stream = 0, self._number << 32, self._engine.current_stream()
-        while (report := self._report - number).min() < 0:  # reports of passes before are less
-            looks += 1
-            idle = looks % PATIENCE == 0 and self._engine.is_idle(stream)
-            if idle and (self._report - number).min() < 0:
-                raise DeviceError("the GPU failed: it has not reported a token's experts")
-            time.sleep(0)  # threads that move experts need Python's lock
-        return report
+        number, engine = self._number, self._engine
+        wait_for_report(
+            lambda: self._combined() >> 32 == number,
+            lambda: engine.is_idle(engine.current_stream()),
+        )
+        return bool(self._combined_reports & 1)
+
+    def _combined(self) -> int:
+        """Return the bits that all reports have.
+
+        Numbers of look-ups ascend: if one report is of an earlier one, so is the result.
+        """
+        # A small operation takes NumPy several microseconds, so this is the only one.
+        self._combined_reports = int(np.bitwise_and.reduce(self._all_reports))
+        return self._combined_reports
+
+    @property
+    def chosen(self) -> NDArray[np.int32]:
+        """Return the experts of the last pass: [MoE layers, top_k], in the order of launches."""
+        return self._choices >> 1

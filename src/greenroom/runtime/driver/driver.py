@@ -162,13 +162,12 @@ class Driver:
 
         compute: called with (experts, slots) of a group; if experts are split into two segments,
             with (experts, slots, part) for the top segments, then for the bottom segments
-        experts: ids within the layer, ascending, int64
+        experts, computed: ids within the layer, ascending, int64; those that were computed already
         rows, weights: number of tokens that chose each expert, and the sum of their gate weights
         tail_weights: each expert's tail weight (see `core.gates`), if misses may be approximated
         observe_routing: returns the routing for the predictor, with the router's inputs if true
         overlapped_work: called at most once, when the step would otherwise wait
         prepare_host_job: makes a job from (experts, slots) for the host processor's thread
-        computed: experts that were computed already, from their slots
 
         Raises StoreError if an expert cannot be read, DeviceError if the device fails. The cache
         stays usable afterwards, also after an exception in `compute`."""
@@ -282,7 +281,7 @@ class Driver:
             self.begin_exclusive()
             if capacity == self.scheduler.capacity and scope is None and devices is None:
                 return
-            sizes = self.pieces.slots_per_device(capacity, devices) if devices else None
+            sizes = self.scheduler.view.pool_sizes(capacity, devices) if devices else None
             self.slots.grow(capacity, scope, sizes)
             self._handle(Resized(capacity, None, scope, devices))
             with self.lock:  # prefetches in flight land first

@@ -16,7 +16,8 @@ from greenroom.core.layout import SlotLayout
 from greenroom.core.plan import LOW, SKIP
 from greenroom.runtime.kernels import base, eager
 from greenroom.runtime.kernels.base import PooledKernel
-from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.layer import LayerExperts, OtherSlots
+from greenroom.runtime.kernels.recipes import Recipe
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.tier import Slots
 
@@ -33,9 +34,14 @@ class ExpertsWithCopies(LayerExperts):
         layout: SlotLayout,
         slots: Slots,
         low: tuple[SlotLayout, Slots] | None = None,
+        recipe: Recipe | None = None,
     ) -> None:
-        super().__init__(module, layout, slots)
+        super().__init__(module, layout, slots, recipe)
         self.low = LayerExperts(module, *low, self.recipe) if low is not None else None
+
+    def in_other_slots(self, module: nn.Module, other: OtherSlots) -> ExpertsWithCopies:
+        low = None if self.low is None else (self.low.layout, other(self.low.slots))
+        return ExpertsWithCopies(module, self.layout, other(self.slots), low, self.recipe)
 
 
 class ApproximateKernel(PooledKernel):

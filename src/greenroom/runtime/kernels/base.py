@@ -70,6 +70,9 @@ class KernelStep:
         """Return the layer's step on the first device, which sums the outputs of all devices."""
         return self
 
+    def leave_sum(self) -> None:
+        """Leave the sum over experts to another device's step, which merges this one's outputs."""
+
     def merge_outputs(
         self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]
     ) -> None:

@@ -109,6 +109,9 @@ class CpuStep(base.KernelStep):
         else:
             self._compute(plan, self.layer, experts, slots, False)
 
+    def leave_sum(self) -> None:
+        self.left = -1  # no group is the last one
+
     def compute_from(
         self,
         experts: Sequence[int],

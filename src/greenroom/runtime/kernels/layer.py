@@ -12,6 +12,8 @@ from greenroom.core.layout import PLAIN, SlotLayout, WeightSpec
 from greenroom.runtime.kernels.recipes import Recipe, find_recipe
 from greenroom.runtime.slots.tier import Slots
 
+OtherSlots = Callable[[Slots], Slots]
+
 
 class LayerExperts:
     """One MoE layer's experts, whose weights lie in memory slots, as kernels need them.
@@ -64,11 +66,13 @@ class LayerExperts:
         """The experts as they lie in one slot each: these, or the first of their segments."""
         return self
 
-    def in_other_slots(self, module: nn.Module, slots: Slots) -> LayerExperts:
+    def in_other_slots(self, module: nn.Module, other: OtherSlots) -> LayerExperts:
         """Return the same experts in other slots, such as those of another device.
 
-        `module` is a copy of the experts module, with its resident parameters on that device.
+        module: a copy of the experts module, with its resident parameters on that device
+        other:  returns the slots in place of these
         """
+        slots = other(self.slots)
         return LayerExperts(module, self.layout, slots, self.recipe, numbers=self._numbers)
 
     @cached_property

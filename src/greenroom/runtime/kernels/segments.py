@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from greenroom.core.layout import SlotLayout, TensorSpec
 from greenroom.runtime.kernels.base import KernelStep, PooledKernel
-from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.layer import LayerExperts, OtherSlots
+from greenroom.runtime.kernels.recipes import Recipe
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.cutting import Cutting
 from greenroom.runtime.slots.tier import Slots
@@ -77,18 +78,26 @@ class SegmentedExperts(LayerExperts):
     `LayerExperts` for each segment that lies in the pool.
     """
 
-    def __init__(self, module: nn.Module, layout: SlotLayout, slots: Sequence[Slots], cut: int):
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: SlotLayout,
+        slots: Sequence[Slots],
+        cut: int,
+        recipe: Recipe | None = None,
+    ) -> None:
         """Make a layer whose experts' segments lie in one or two pools of slots.
 
         The first `cut` segments lie in `slots[0]`, the others in `slots[1]`. If `slots` has one
         pool, all segments lie there.
         """
+        self._layout, self._slots, self._cut = layout, slots, cut
         ends = [0, cut, len(layout.segments)] if len(slots) > 1 else [0, len(layout.segments)]
         groups = [layout.segments[a:b] for a, b in pairwise(ends)]
         placed = [[(s.offset - group[0].offset, s.layout) for s in group] for group in groups]
         unsplit = replace(layout, segments=())
         joined = JoinedSlots(Cutting.of(module, unsplit), list(zip(slots, placed, strict=True)))
-        super().__init__(module, unsplit, joined)
+        super().__init__(module, unsplit, joined, recipe)
         self.joined = joined
         self.parts = [
             [self._layer(module, s.layout, of, s.offset - group[0].offset, s.first) for s in group]
@@ -98,6 +107,10 @@ class SegmentedExperts(LayerExperts):
     @property
     def in_slots(self) -> LayerExperts:
         return self.parts[0][0]
+
+    def in_other_slots(self, module: nn.Module, other: OtherSlots) -> SegmentedExperts:
+        slots = [other(each) for each in self._slots]
+        return SegmentedExperts(module, self._layout, slots, self._cut, self.recipe)
 
     def _layer(
         self, module: nn.Module, layout: SlotLayout, slots: Slots, offset: int, first: int

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from greenroom.core.cache.all_resident import AllResident
 from greenroom.core.pieces import Ints
@@ -73,7 +74,7 @@ class ResidentTables:
         """Tell whether steps of resident experts need no decision: each expert has a slot."""
         return self._scheduler.resident_steps.path is not None
 
-    def record_use(self, chosen: Ints, layers: Sequence[int]) -> None:
+    def record_use(self, chosen: NDArray[np.int32], layers: Sequence[int]) -> None:
         """Record the use of experts by the next steps, within `steps`.
 
         `chosen` are ids within a layer, [steps, top_k], of these `layers`.

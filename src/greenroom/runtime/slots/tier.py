@@ -69,13 +69,12 @@ class SlotPool(Slots):
     def move(self, source: int, target: int) -> None:
         """Copy one slot's bytes to another slot."""
 
-    def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
+    def fill(self, slot: int, copy: Any, layer: int) -> None:
         """Write the bytes that an expert shares with its low-precision copy to the expert's slot.
 
-        Only slots in host memory support this, for nested experts: those that are stored as two
-        4-bit planes, one of which is the copy.
+        Nested experts are stored as two 4-bit planes, one of which is the copy. `copy` has the
+        bytes of the copy's slot, as `bytes` returns them.
         """
-        raise AssertionError("these slots cannot join nested experts: use HostSlots")
 
     def trim(self, capacity: int) -> None:
         """Set the number of slots, and free the memory of dropped slots.

@@ -3,7 +3,8 @@
 Greenroom reads all missing experts of a step as soon as the router has chosen (ProMoE's early
 preemption, 5.2) and computes resident experts first (reordered inference, 5.3). `InOrder` switches
 both off, or the second one alone:
- - Experts are computed by id. A resident expert waits for a missing one with a lower id.
+ - Experts are computed by id, on each device its own. A resident expert waits for a missing one
+   with a lower id.
  - In a prompt each miss is inserted into the cache and evicts what the policy says, even an expert
    that the same step still needs (the cache thrashing of 5.3). Without the option, prompts stream
    through borrowed slots, and residents stay.
@@ -20,6 +21,7 @@ durations and hits, never an answer.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -34,18 +36,22 @@ from greenroom.core.scheduler.step import Step
 class InOrderStep(Step):
     """A layer's step that computes its experts in ascending id."""
 
-    __slots__ = ("_next", "_protected")
+    __slots__ = ("_protected", "_turns")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.in_order, self.reuses_slots = True, self.prefill
-        self._next = 0  # the first request that is not being computed, nor was
+        # Of each device, the requests that are not being computed, nor were, in order.
+        self._turns: dict[int, list[int]] = {}
         self._protected = NO_PIECES
 
     def begin(self, served: ServedStep) -> None:
         """Begin a layer's step with the cache slots of its experts."""
         super().begin(served)
         self._protect()
+        home = self._placement.home_device
+        for request, expert in enumerate(self.experts):
+            self._turns.setdefault(home[expert], []).append(request)
 
     def begin_resident(self, served: ServedStep, now: float) -> ComputeGroup:
         """Begin a layer's step whose experts are all resident; they are one group."""
@@ -65,18 +71,21 @@ class InOrderStep(Step):
         super().close()
 
     def next_groups(self, now: float) -> Iterable[ComputeGroup]:
-        """Start to compute the ready experts that no uncomputed expert precedes."""
+        """Start to compute the ready experts that no uncomputed expert of their device precedes."""
         if not self.in_order:
             return super().next_groups(now)
-        end, ready = self._next, set(self.ready)
-        while end in ready:
-            end += 1
-        if self.expert_groups or end == self._next:
-            return ()
-        requests = sorted(range(self._next, end), key=self.experts.__getitem__)
-        self.ready = sorted(ready.difference(requests))
-        self.expert_groups[0], self.start_times[0], self._next = requests, now, end
-        return (ComputeGroup(self.array[requests], self.slots[requests]),)
+        groups, ready = [], set(self.ready)
+        for device, turns in self._turns.items():
+            if device in self.expert_groups:
+                continue
+            requests = sorted(takewhile(ready.__contains__, turns), key=self.experts.__getitem__)
+            if requests:
+                del turns[: len(requests)]
+                ready.difference_update(requests)
+                self.expert_groups[device], self.start_times[device] = requests, now
+                groups.append(ComputeGroup(self.array[requests], self.slots[requests], device))
+        self.ready = sorted(ready)
+        return groups
 
 
 class CachedFirstStep(InOrderStep):
@@ -116,7 +125,9 @@ class OnAccessStep(InOrderStep):
 
     def demand(self, request: int, slot: int) -> None:
         """Request a missing expert's transfer to a slot, now or when its turn comes."""
-        if not self.in_order or (request == self._next and not self.expert_groups):
+        device = self._placement.home_device[self.experts[request]]
+        first = self._turns[device][:1] == [request] and device not in self.expert_groups
+        if not self.in_order or first:
             super().demand(request, slot)
         else:
             self._later_slots[request] = slot
@@ -125,8 +136,10 @@ class OnAccessStep(InOrderStep):
     def computed(self, requests: Any) -> None:
         """End the requests for a computed expert group; request the expert that is next."""
         super().computed(requests)
-        if self._next in self._later_slots and not self.aborted:
-            super().demand(self._next, self._later_slots.pop(self._next))
+        for device, turns in self._turns.items():
+            idle = device not in self.expert_groups and not self.aborted
+            if turns and turns[0] in self._later_slots and idle:
+                super().demand(turns[0], self._later_slots.pop(turns[0]))
 
 
 class InOrder(Option):

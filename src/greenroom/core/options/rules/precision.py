@@ -94,14 +94,15 @@ class Precision(Option):
         -1 if there is none, or if a further pinned expert would leave no victim to evict.
         """
         assert self._substitutes is not None
-        replaced = int((plan.weights != event.experts).sum())
-        # A further pinned expert must leave a victim to evict.
-        if event.experts.size + replaced >= view.room(expert):
+        # A further pinned expert must leave a victim to evict, on its own device too.
+        pinned = event.experts.size + int((plan.weights != event.experts).sum())
+        if pinned >= view.room(expert):
             return -1
         first, end = view.pieces.offsets[event.layer : event.layer + 2]
         allowed = view.resident(np.arange(first, end))
         allowed[event.experts - first] = False
-        return self._substitutes.find(event.layer, expert, allowed)
+        substitute = self._substitutes.find(event.layer, expert, allowed)
+        return substitute if substitute < 0 or pinned < view.room(substitute) else -1
 
 
 class PromotingPrecision(Precision):

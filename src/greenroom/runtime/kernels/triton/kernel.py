@@ -289,6 +289,7 @@ class TritonStep(base.KernelStep):
 
     def expert_outputs(self, expert: int) -> Tensor:
         """Return one expert's outputs [n, H], before gate weights and the post-expert norm."""
+        self._end_segments()
         return self.out[self.routing.entries(expert)]
 
     def merge_outputs(

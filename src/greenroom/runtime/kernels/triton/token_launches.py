@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from greenroom.errors import DeviceError
+from greenroom.runtime.cuda.report import wait_for_report
 from greenroom.runtime.kernels.activation import RAW
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # it imports the kernels
 
 Work = Callable[[], None]
 EXPERT = 0x7FFFFFFF  # the bits of an expert's id in a number of the report, shifted by one
-PATIENCE = 1000  # looks at the report before the device is asked whether it still works
 
 
 class TokenLaunches:
@@ -253,17 +252,13 @@ class TokenLaunches:
 
         Raises DeviceError if the device has done all work without a report.
         """
-        number, looks = self._number, 0
-        while True:
-            report: list[int] = self._report.tolist()
-            if min(report) >> 32 == number:  # the numbers of look-ups ascend
-                return report
-            looks += 1
-            if looks % PATIENCE == 0 and self._engine.is_idle(self._stream):
-                report = self._report.tolist()
-                if min(report) >> 32 != number:
-                    raise DeviceError("the GPU failed: it has not reported a token's experts")
-            time.sleep(0)  # threads that move experts need Python's lock
+        number = self._number
+        wait_for_report(  # the numbers of look-ups ascend
+            lambda: min(self._report.tolist()) >> 32 == number,
+            lambda: self._engine.is_idle(self._stream),
+        )
+        report: list[int] = self._report.tolist()
+        return report
 
     def choice(self, report: list[int]) -> NDArray[np.int64]:
         """Return a token's choice [1, top_k], with ids of other processes' experts."""

@@ -1,0 +1,17 @@
+"""Time of the host for each token on a GPU, in seconds: constants of predictions.
+
+They are CPU time of the thread that computes, as `benchmarks/gpu_host_work.py` measures it with a
+CPU in the GPU's place and stubs for launches (docs/planning.md has the commands and its table). A
+change of that table is a change of this file.
+"""
+
+from __future__ import annotations
+
+LAYER = 0.6e-3  # of a layer outside of its experts, kernel by kernel (column `rest`)
+HIT = 0.05e-3  # of a layer's experts that are all in slots (`hits`)
+MISS = 0.13e-3  # further time of a layer that waits for experts (`misses` less `hits`)
+FETCH = 0.0  # further time for each of these experts: less than runs differ
+HOP = 0.3e-3  # for each other GPU than the first that computes experts of a layer
+# Where every expert has a slot and the model's decoder can be one CUDA graph (`graph`):
+GRAPH_TOKEN = 0.115e-3  # of a token
+GRAPH_LAYER = 3.6e-6  # further time of each layer
