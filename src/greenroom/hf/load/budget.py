@@ -111,13 +111,8 @@ def budget_for(
     setup = replace(setup, budget_bytes=nbytes)
     if gpu is None:
         _compare_with_machine(slot_budget.initial_bytes())
-    return Budget(
-        setup,
-        slot_budget.full_context_slots,
-        slot_budget.initial_slots(),
-        slot_budget,
-        *others,
-    )
+    most, initial = slot_budget.full_context_slots, slot_budget.initial_slots()
+    return Budget(setup, most, initial, slot_budget, *others)
 
 
 def _gives_back(config: LoadConfig, on_a_gpu: bool) -> bool:

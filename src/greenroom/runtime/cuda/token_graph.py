@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.cuda.report import wait_for_report
+from greenroom.runtime.kernels.report import wait_for_report
 
 # Makes the launches of a layer's experts, which report to a part of the host's memory: [top_k].
 MakeLaunches = Callable[[Tensor], Any]

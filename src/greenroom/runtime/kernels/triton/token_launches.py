@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from greenroom.errors import DeviceError
-from greenroom.runtime.cuda.report import wait_for_report
 from greenroom.runtime.kernels.activation import RAW
 from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.report import wait_for_report
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.triton import look_up
 from greenroom.runtime.kernels.triton.kernel import Launch, TritonStep, on_device
