@@ -19,7 +19,7 @@ from tests.hf.memory.test_device import ids, placed
 
 pytest.importorskip("triton")
 
-from greenroom.errors import DeviceError, StoreError
+from greenroom.errors import ClosedError, DeviceError, StoreError
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.forward import BINDING
@@ -202,6 +202,37 @@ def test_experts_in_host_memory_take_no_other_thread(monkeypatch):
         check_table(driver)
 
 
+class LateTimes(Engine):
+    """An engine whose copies end long after they were launched, or are lost."""
+
+    state = "running"
+
+    def seconds_between(self, begin: Any, end: Any) -> float | None:
+        if self.state == "lost":
+            raise DeviceError("the GPU failed")
+        return 1.0 if self.state == "ended" else None
+
+
+def test_statistics_have_the_copies_that_end_after_a_pass(monkeypatch):
+    engine = LateTimes()
+    with placed(
+        "qwen3_moe", monkeypatch, engine, kernels="triton", capacity=6, host_capacity=999
+    ) as model:
+        for token in ids(4, 1).repeat(2, 1):  # experts come from disk, then from host memory
+            model(token[None])
+        model.greenroom.driver.end_pass()
+        pending = model.greenroom.driver.device_steps._loads._launched
+        nbytes, count = sum(copies.nbytes for copies in pending), len(pending)
+        before = model.greenroom.stats()
+        assert nbytes > 0
+        engine.state = "lost"
+        assert model.greenroom.stats().links[1]["bytes"] == before.links[1]["bytes"]
+        engine.state = "ended"
+        after = model.greenroom.stats()
+        assert after.links[1]["bytes"] - before.links[1]["bytes"] == nbytes
+        assert model.greenroom.driver.meter.stalls["miss"] >= count
+
+
 class ThreadStreams(Engine):
     """An engine whose threads have streams of their own."""
 
@@ -268,6 +299,34 @@ def test_copies_that_were_not_launched_leave_no_expert_behind(monkeypatch, error
         for token, logits in zip(tokens, expected, strict=True):
             assert torch.equal(model(token[None]).logits, logits)
         check_table(driver)
+
+
+@pytest.mark.parametrize("at", ["use", "undo"])
+def test_a_scheduler_that_was_interrupted_is_not_used_again(monkeypatch, at):
+    """It takes experts for resident whose bytes are in no slot."""
+    with (
+        placed("qwen3_moe", monkeypatch, kernels="triton", capacity=6, host_capacity=999) as model,
+        torch.inference_mode(),
+    ):
+        tokens = ids(4, 1)
+        for token in tokens:
+            model(token[None])
+        driver = model.greenroom.driver
+        scheduler = driver.scheduler
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as failing:
+            if at == "use":
+                failing.setattr(scheduler.transfers.host, "use", interrupt)
+            else:
+                failing.setattr(type(driver.device_steps._loads), "_copy", interrupt)
+                failing.setattr(scheduler.resident_steps, "undo", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                [model(token[None]) for token in tokens]
+        with pytest.raises(ClosedError, match="unusable"):
+            model(tokens[0][None])
 
 
 def test_a_resize_between_tokens_changes_no_bit(monkeypatch):

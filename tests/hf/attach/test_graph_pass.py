@@ -75,6 +75,22 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return replays
 
 
+def test_no_slot_is_freed_while_the_first_graph_is_launched(monkeypatch):
+    """Another thread may detach Greenroom from the model; its kernels would read freed memory."""
+    locked = list[bool]()
+    with placed_lru("qwen3_moe", monkeypatch, 1000) as model, torch.inference_mode():
+        for launch in (TokenGraph.compute, TokenGraph.replay):
+
+            def watched(self: TokenGraph, decode: Any, launch: Any = launch) -> Any:
+                locked.append(model.greenroom.driver.step_lock._locked)
+                return launch(self, decode)
+
+            monkeypatch.setattr(TokenGraph, launch.__name__, watched)
+        tokens_of(model, prompt(model), 2)
+    assert len(locked) >= 2
+    assert all(locked)
+
+
 # Graphs of these are tested in each run. The last one has latent attention; gpt-oss has sinks, and
 # a window of 16 tokens in each second layer, the first one.
 NAMES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3"]

@@ -131,6 +131,34 @@ def test_graphs_that_fail_spoil_no_later_ones_until_there_are_several(gpu, strea
     assert gpu.capture(print) == print
 
 
+def test_memory_is_released_when_no_graph_is_captured(gpu, streams, monkeypatch):
+    """Torch refuses during a capture, also one of another thread."""
+    done, threads = list[str](), list[threading.Thread]()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("release"))
+
+    def work() -> None:
+        threads.append(threading.Thread(target=gpu.release))
+        threads[0].start()
+        threads[0].join(0.05)
+        done.append("captured")
+
+    gpu.capture(work)
+    threads[0].join(30)
+    assert done == ["captured", "release"]
+
+
+def test_memory_that_torch_does_not_release_after_a_failed_capture_is_no_error(gpu, monkeypatch):
+    def refuse() -> None:
+        raise RuntimeError(f"{reason} INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", refuse)
+    reason = "captures_underway.empty()"
+    gpu.release()
+    reason = "block"
+    with pytest.raises(RuntimeError, match="block"):
+        gpu.release()
+
+
 def test_an_engine_opens_no_device_but_its_own(gpu, streams, monkeypatch):
     """A CUDA context on another GPU takes hundreds of MB there."""
     on: list[Any] = []

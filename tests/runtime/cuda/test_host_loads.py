@@ -145,6 +145,27 @@ def test_a_read_into_host_memory_waits_for_copies_from_there(rig):
     assert rig.content(1) == [6, 6.5]
 
 
+def test_each_lane_that_reads_into_a_slot_waits_for_copies_from_there(rig, monkeypatch):
+    """Lanes read chunks of an expert at the same time."""
+    rig.launch((2, 0, 1))
+    waits = list[int]()
+
+    def wait(mark: Any) -> None:
+        waits.append(len(waits))
+        if len(waits) == 1:  # while the first lane waits, the second one begins
+            read(1)
+
+    def read(number: int) -> None:
+        action = StartChunk(number, 6, -1, number, host_slot=1)
+        rig.memory.read_chunk(action, rig.chunks[6][number], rig.store.read, Staging())
+
+    monkeypatch.setattr(rig.engine, "wait", wait)
+    read(0)
+    assert len(waits) == 2
+    read(2)
+    assert len(waits) == 2
+
+
 def test_bytes_that_were_read_again_elsewhere_are_found(rig):
     """A slot's bytes begin where the last read has put them."""
     rig.launch((2, 0, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -104,6 +105,41 @@ def test_moves_and_fewer_slots_are_followed(table, slots):
     table.trim(2)
     assert offsets(table, slots) == [0, -1, 1, -1]
     assert slots._marks[2] == "mark on computes"
+
+
+@contextlib.contextmanager
+def interrupt(function: Any, line: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt before a line of a function, by its number among those that run."""
+    left, before = [line], sys.gettrace()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code is not function.__code__:
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("line", range(9))
+def test_an_interrupt_leaves_no_entry_of_a_slot_with_other_bytes(table, slots, line):
+    table.begin(0, 3)
+    table.land(0, 3)
+    with (
+        pytest.raises(KeyboardInterrupt) if line < 8 else contextlib.nullcontext(),
+        interrupt(SlotTable.vacate, line),
+    ):
+        table.vacate([3])
+    table.vacate([3])  # of the next expert that gets the slot
+    table.write_changes()
+    assert offsets(table, slots) == [-1, -1, -1, -1]
 
 
 def test_changes_wait_for_a_look_up_or_are_written(table, slots):

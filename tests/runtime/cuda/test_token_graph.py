@@ -69,6 +69,21 @@ def test_a_replay_is_in_order_with_changes_of_slots():
     assert rig.did == ["order", *["run"] * LAYERS]
 
 
+def test_a_capture_has_the_lock_of_the_table_first(monkeypatch):
+    """A layer's capture has it too; in another order two threads would wait for each other."""
+    rig = Rig()
+    rig.graph.compute(rig.decode)
+    rig.did.clear()
+
+    def capture(engine: Engine, work: Any) -> Any:
+        rig.did.append("capture")
+        return work
+
+    monkeypatch.setattr(Engine, "capture", capture)
+    rig.graph.replay(rig.decode)
+    assert rig.did[:2] == ["order", "capture"]
+
+
 def test_an_expert_that_is_missing_is_reported():
     rig = Rig()
     rig.graph.compute(rig.decode)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -217,9 +218,10 @@ class GraphPass:
             graph = self._make_graph(hidden)
             graph.set_cache(token.stamps, token.states)
             graph.set_inputs(token.ids, token.positions, token.mask, token.before)
-            results = []
+            results, decode = [], partial(self._decode, graph)
             for compute in (graph.compute, graph.replay):  # kernel by kernel, then as a graph
-                results.append(compute(lambda: self._decode(graph)))
+                # Under the lock of steps: another thread's `close` must not free slots meanwhile.
+                results.append(self._driver.device_steps.launch(partial(compute, decode)))
                 graph.read_reports()
             if graph.mask_is_full and all(torch.equal(each, hidden) for each in results):
                 self._threads.graph, self._threads.output = graph, type(out)

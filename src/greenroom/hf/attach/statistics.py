@@ -26,6 +26,7 @@ Totals = tuple[Counts, Meter, int, int]
 
 def totals(driver: Driver, host_tier: HostTier | None) -> Totals:
     """Return all counters since loading: cache, reads, requests and hits in host memory."""
+    driver.device_steps.count_loads()
     host_counts = (0, 0) if host_tier is None else (host_tier.requests, host_tier.hits)
     return driver.scheduler.view.counted(), driver.meter.copy(), *host_counts
 
@@ -34,6 +35,7 @@ def collect_stats(greenroom: Greenroom, host_tier: HostTier | None, base: Totals
     """Return the statistics of an expert cache since the counters were at `base`."""
     driver, catalog = greenroom.driver, greenroom.setup.catalog
     driver.predictions.drain()
+    driver.device_steps.count_loads()
     counts_before, meter_before, requests, hits = base
     counts = subtract_counts(driver.scheduler.view.counted(), counts_before)
     meter = subtract_counts(driver.meter.copy(), meter_before)

@@ -170,8 +170,14 @@ class Cuda(Engine):
         return int(free), int(total)
 
     def release(self) -> None:
-        with device_errors():
-            torch.cuda.empty_cache()
+        # Torch refuses during a capture, and for good after one that has failed.
+        with _capture_lock, device_errors():
+            try:
+                torch.cuda.empty_cache()
+            except RuntimeError as error:
+                if "captures_underway" not in str(error):
+                    raise
+                log.debug("--device cuda: unused memory stays with torch: %s", first_line(error))
 
     def mark(self) -> Mark:
         mark = torch.cuda.Event()

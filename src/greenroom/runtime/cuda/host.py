@@ -151,8 +151,9 @@ class HostMemory:
         bytes are then copied.
         """
         self.plans.pop(action.host_slot, None)
-        if (mark := self._launched.pop(action.host_slot, None)) is not None:
-            self.engine.wait(mark)
+        if (mark := self._launched.get(action.host_slot)) is not None:
+            self.engine.wait(mark)  # another lane, with another chunk of the slot, waits too
+            self._launched.pop(action.host_slot, None)
         if self.slots is not None and action.host_slot >= 0:
             data = read(chunk, staging)
             self.slots.write(action.host_slot, chunk.extent.copies, data, chunk.start)

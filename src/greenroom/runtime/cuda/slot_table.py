@@ -102,11 +102,12 @@ class SlotTable:
         The caller holds `lock`, also for `insert`.
         """
         for slot in slots:
-            expert = self._expert_in.pop(slot, -1)
-            self._awaited.pop(slot, None)
+            expert = self._expert_in.get(slot, -1)
             if expert >= 0 and self._slot_of[expert] == slot:
+                self.changes[expert] = ABSENT  # first: an interrupt must not lose it
                 self._slot_of[expert] = -1
-                self.changes[expert] = ABSENT
+            self._expert_in.pop(slot, None)
+            self._awaited.pop(slot, None)
 
     def insert(self, expert: int, slot: int) -> None:
         """Record that a slot has an expert's bytes, before the next look-up at the latest."""

@@ -175,17 +175,22 @@ class TokenGraph:
         `compute` was called before, so that all kernels are compiled. Returns a copy of the result.
         Raises NoGraph if the pass cannot be captured.
         """
-        if self._replay is None:
-
-            def run() -> None:
-                self._run(decode)
-
-            self._replay = self._engine.capture(run)
-            if self._replay is run and self._engine.makes_graphs:
-                raise NoGraph("the pass could not be captured")
-        with self._in_order():
+        with self._in_order():  # the table's lock first, then that of captures, as for a layer
+            if self._replay is None:
+                self._replay = self._capture(decode)
             self._look_up_by(self._replay)
             return self._hidden.clone()
+
+    def _capture(self, decode: Callable[[], Tensor]) -> Callable[[], None]:
+        """Capture the pass; return a function that launches the graph."""
+
+        def run() -> None:
+            self._run(decode)
+
+        replay = self._engine.capture(run)
+        if replay is run and self._engine.makes_graphs:
+            raise NoGraph("the pass could not be captured")
+        return replay
 
     def _in_order(self) -> AbstractContextManager[None]:
         """Return a context in which launches are in order with changes of the table of slots."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,10 @@ from torch import Tensor
 
 from greenroom.core.events import Routed
 from greenroom.core.predictor import LayerRouting
+from greenroom.core.scheduler.resident_steps import Load
+from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.host_loads import HostLoads
+from greenroom.runtime.driver.action_queue import ActionQueue
 
 if TYPE_CHECKING:  # it has a `DeviceSteps`
     from greenroom.runtime.driver.driver import Driver
@@ -63,9 +67,9 @@ class DeviceSteps:
     eviction policy decides, the scheduler serves the step at once, and no thread waits.
     """
 
-    def __init__(self, driver: Driver, loads: HostLoads | None) -> None:
+    def __init__(self, driver: Driver, actions: ActionQueue, loads: HostLoads | None) -> None:
         """Serve a driver's steps; `loads` launches copies, None: the copier makes them all."""
-        self._driver, self._loads = driver, loads
+        self._driver, self._actions, self._loads = driver, actions, loads
 
     def launch(self, start: Callable[[], Tensor]) -> Tensor:
         """Call `start`, which launches a step's computation from the device's table of slots.
@@ -121,13 +125,14 @@ class DeviceSteps:
             driver.begin_exclusive(interruptible=True)
             event, residents = self._event(layer, experts), driver.scheduler.resident_steps
             with driver.lock:
-                missing = residents.load(event, time.perf_counter())
-                if missing is None:
-                    return False
+                missing: list[Load] | None = None
                 try:
+                    missing = residents.load(event, time.perf_counter())
+                    if missing is None:
+                        return False
                     loads.launch(layer, missing, compute)
-                except BaseException:
-                    residents.undo(missing, event)
+                except BaseException as error:
+                    self._undo(missing, event, error)
                     raise
                 self._count(event)  # while experts are on their way
                 driver.miss_counts[layer] += len(missing)
@@ -137,10 +142,23 @@ class DeviceSteps:
                 driver.predictions.routed(layer, observe_routing)
         return True
 
+    def _undo(self, missing: list[Load] | None, event: Routed, error: BaseException) -> None:
+        """Remove from the cache the experts that a step could not load, because of an error.
+
+        Without `missing` the error came while the scheduler served the step: slots are unknown.
+        """
+        try:
+            if missing is None:
+                raise error
+            self._driver.scheduler.resident_steps.undo(missing, event)
+        except BaseException as reason:
+            self._actions.mark_broken(reason)
+            raise
+
     def count_loads(self) -> None:
         """Count the bytes and seconds of the launched copies that have ended."""
         if self._loads is not None:
-            with self._driver.lock:
+            with self._driver.lock, contextlib.suppress(DeviceError):  # of a device that is lost
                 self._count_ended(self._loads)
 
     def _count_ended(self, loads: HostLoads) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -206,6 +207,51 @@ def test_changes_survive_an_interrupted_look_up(rig, at):
     assert found(rig) == [1]
 
 
+class InterruptedMemory(list[int]):
+    """Numbers in memory, of which only so many can be set."""
+
+    left = 3
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        if not self.left:
+            raise KeyboardInterrupt
+        self.left -= 1
+        super().__setitem__(at, value)
+
+
+def test_changes_that_were_handed_over_in_part_are_not_written_later(rig, monkeypatch):
+    rig.token(0, 1)
+    memory = rig.launches._changes
+    half = InterruptedMemory(memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.launches, "_changes", half)
+        with rig.table.lock:
+            for expert in range(3):
+                rig.table.insert(expert, expert)
+            with pytest.raises(KeyboardInterrupt):
+                rig.launches.start_again([0])
+    memory[: len(half)] = memoryview(np.array(half))
+    rig.token(0, 1)
+    rig.bring(3, 1)  # in the place of expert 1, which was handed over
+    rig.launches.start_again([0])
+    assert found(rig) == [0, 2, 3]
+
+
+def test_a_step_s_second_group_does_not_overwrite_changes_of_the_first(rig, monkeypatch):
+    """No report says that the device has read them."""
+    rig.token(0, 1)
+    for expert in range(2):
+        rig.bring(expert, expert)
+    rig.table.insert(2, 3)  # an exception came in another thread before it was written
+    memory = InterruptedMemory(rig.launches._changes)
+    memory.left = 99
+    monkeypatch.setattr(rig.launches, "_changes", memory)
+    for expert in range(2):
+        rig.launches.start_again([expert], [expert])
+    assert memory.left == 99
+    assert found(rig) == [0, 1, 2]
+
+
 def test_more_changes_than_a_look_up_writes_go_before_it(rig):
     rig.token(0, 1)
     with rig.table.lock:
@@ -235,17 +281,19 @@ def test_a_stream_waits_for_the_one_on_which_the_table_was_changed(rig):
         rig.launches.start_again([0])
 
 
-def test_torch_knows_each_stream_that_writes_the_report(rig, monkeypatch):
+def test_torch_knows_each_stream_that_uses_pinned_memory(rig, monkeypatch):
     """Torch uses freed pinned memory again when streams that copied from it have come so far."""
     copied, copy = [], torch.Tensor.copy_
+    address = np.frombuffer(rig.launches._changes, np.int64).ctypes.data
+    names = {rig.launches._report.ctypes.data: "report", address: "changes"}
 
     def watch(self: torch.Tensor, source: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if source.data_ptr() == rig.launches._report_there.data_ptr():
-            copied.append((rig.engine.on[-1], options["non_blocking"]))
+        if (name := names.get(source.data_ptr())) is not None:
+            copied.append((name, rig.engine.on[-1], options["non_blocking"]))
         return copy(self, source, *args, **options)
 
     monkeypatch.setattr(torch.Tensor, "copy_", watch)
     for stream in ("one", "one", "two"):
         with rig.engine.on_stream(stream):
             rig.token(0, 1)
-    assert copied == [("one", True), ("two", True)]
+    assert copied == [(name, stream, True) for stream in ("one", "two") for name in names.values()]

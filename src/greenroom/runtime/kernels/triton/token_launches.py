@@ -77,7 +77,7 @@ class TokenLaunches:
             report = self._engine.host_numbers(top_k) if report is None else report
             size = triton.next_power_of_2(top_k)
             changes = self._engine.host_numbers(4 * size)
-        self._report_there = report
+        self._pinned = report, changes
         self._report = report.numpy()
         changes.fill_(-1)
         self._changes = memoryview(changes.numpy())  # type: ignore[arg-type]
@@ -150,19 +150,20 @@ class TokenLaunches:
         self._table.follow_stream()
         if self._stream != self._table.stream:
             self._stream = self._table.stream
-            self._hold_report()
+            self._hold_pinned()
 
     def set_count(self, number: int) -> None:
         """Set the device's count of look-ups."""
         self._number_there.fill_(number)
 
-    def _hold_report(self) -> None:
-        """Copy from the report's memory on the current stream, which torch then remembers.
+    def _hold_pinned(self) -> None:
+        """Copy from the host's memory on the current stream, which torch then remembers.
 
         Memory that a thread's end frees is not used again before the stream has passed the last
-        look-up, which writes there.
+        look-up, which writes the report there, and reads changes.
         """
-        self._copied.copy_(self._report_there[:1], non_blocking=True)
+        for memory in self._pinned:
+            self._copied.copy_(memory[:1], non_blocking=True)
 
     def _capture(self) -> None:
         """Make a graph of each sequence of launches, after all of its kernels were compiled."""
@@ -197,6 +198,8 @@ class TokenLaunches:
                 slot = self._table.slot_of(self._first + expert)
                 if slot < 0 or (slots is not None and slot != slots[number]):
                     raise DeviceError(f"the table of slots has expert {expert} in slot {slot}")
+            if slots is not None:  # no report came after the last group's look-up
+                self._table.write_changes()
             self._hand_over_changes()
             self._look_up_by(self._sequences[1])
             self._table.changes.clear()
@@ -209,11 +212,13 @@ class TokenLaunches:
         changes, numbers = self._table.changes, self._changes
         if 2 * len(changes) > len(numbers):
             self._table.write_changes()
+        before = self._changed
+        self._changed = max(before, 2 * len(changes))  # an interrupt leaves none behind
         end = 0
         for expert, offset in changes.items():  # a slice of NumPy's takes longer
             numbers[end], numbers[end + 1] = expert, offset
             end += 2
-        for unused in range(end, self._changed, 2):
+        for unused in range(end, before, 2):
             numbers[unused] = -1
         self._changed = end
 
