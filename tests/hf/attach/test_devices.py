@@ -44,7 +44,7 @@ def slots(model: Any) -> list[int]:
 
 @pytest.mark.parametrize(
     "options", [{"cache": "50%"}, {"cache": "50%", "scope": "per-layer"},
-                {"cache": "50%", "host_memory": "2GiB"}, {"cache": "50%", "policy": "s3fifo"}]
+                {"cache": "50%", "host_memory": "8GiB"}, {"cache": "50%", "policy": "s3fifo"}]
 )  # fmt: skip
 def test_devices_come_and_go_and_the_text_stays(options: dict[str, Any]) -> None:
     with loaded(**THREE, **options) as model:

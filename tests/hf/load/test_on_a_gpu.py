@@ -89,15 +89,15 @@ def expected(folder: Path, options: dict[str, Any], device: str = "cpu") -> list
 
 
 EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
-    "host tier": (tiny, {**FEW, "host_memory": "2GiB"}),
+    "host tier": (tiny, {**FEW, "host_memory": "8GiB"}),
     "next-gate": (tiny, {"cache": "50%", "prefetch": "next-gate", "no_guard": True}),
     "per layer": (tiny, {**FEW, "cache": "50%", "scope": "per-layer", "disk_tables": "1KiB"}),
     "policy with weights": (tiny, {**FEW, "policy": "hybrimoe", "demand_order": "hottest"}),
-    "bf12 pack": (lambda: encoded("bf12"), {**FEW, "host_memory": "2GiB"}),
-    "nested copies": (lambda: with_copies("int8", "int4"), {**FEW, "host_memory": "2GiB"}),
+    "bf12 pack": (lambda: encoded("bf12"), {**FEW, "host_memory": "8GiB"}),
+    "nested copies": (lambda: with_copies("int8", "int4"), {**FEW, "host_memory": "8GiB"}),
     "Q4_K": (lambda: gguf("Q4_K"), FEW),
     "segments in one slot": (packed, FEW),
-    "biases": (biased, {**FEW, "host_memory": "2GiB", "co_compute": "auto"}),
+    "biases": (biased, {**FEW, "host_memory": "8GiB", "co_compute": "auto"}),
 }
 
 
@@ -198,7 +198,7 @@ def test_biased_routers_have_the_tokens_of_a_cpu(device: str) -> None:
 @pytest.mark.parametrize("device", [ONE, TWO])
 @pytest.mark.parametrize("split", ["0.5", "0.25,1"])
 def test_segments_have_the_tokens_of_a_cpu(split: str, device: str) -> None:
-    options = {**FEW, "cache": "50%", "split": split, "host_memory": "2GiB"}
+    options = {**FEW, "cache": "50%", "split": split, "host_memory": "8GiB"}
     options |= {"scope": "per-layer"} if "," in split else {}
     tokens, stats = generated(packed(), device, **options)
     assert tokens == expected(source(), {"cache": "100%"})
@@ -207,7 +207,7 @@ def test_segments_have_the_tokens_of_a_cpu(split: str, device: str) -> None:
 
 @pytest.mark.parametrize("split", ["0.5", "0.25,1"])
 def test_segments_of_whole_layers_have_the_tokens_of_a_cpu(split: str) -> None:
-    options = {**FEW, "cache": "50%", "split": split, "host_memory": "2GiB"}
+    options = {**FEW, "cache": "50%", "split": split, "host_memory": "8GiB"}
     options |= {"scope": "per-layer"} if "," in split else {}
     tokens, stats = generated(packed(), TWO, **options, device_placement="layers")
     assert tokens == expected(source(), {"cache": "100%"})
@@ -237,14 +237,14 @@ def test_copies_are_joined_on_their_gpu(device: str, monkeypatch: pytest.MonkeyP
 @needs_option("expert_order")
 @pytest.mark.parametrize("device", [ONE, TWO])
 def test_other_orders_of_experts_have_the_tokens_of_a_cpu(device: str) -> None:
-    options = {**FEW, "expert_order": "cached", "host_memory": "2GiB"}
+    options = {**FEW, "expert_order": "cached", "host_memory": "8GiB"}
     tokens, _ = generated(tiny(), device, **options)
     assert tokens == expected(tiny(), {"cache": "100%"})
 
 
 @needs_option("co_compute")
 def test_the_start_up_line_names_co_computation() -> None:
-    options: dict[str, Any] = {"host_memory": "2GiB", "co_compute": "auto", "kernels": "eager"}
+    options: dict[str, Any] = {"host_memory": "8GiB", "co_compute": "auto", "kernels": "eager"}
     model, _ = greenroom.load(str(tiny()), device=ONE, **FEW, **options)
     try:
         line = startup_line("tiny", model, LoadConfig(device=ONE, **FEW, **options))
@@ -286,7 +286,7 @@ def test_keys_and_values_take_slots_and_give_them_back(
 
 def test_gpus_come_and_go_and_the_tokens_stay() -> None:
     model, _ = greenroom.load(
-        str(tiny()), kernels="eager", device=TWO, spare_devices=1, host_memory="2GiB", **FEW
+        str(tiny()), kernels="eager", device=TWO, spare_devices=1, host_memory="8GiB", **FEW
     )
     try:
         ids = torch.randint(3, 250, (1, 7), generator=torch.Generator().manual_seed(7))

@@ -142,7 +142,7 @@ def test_adapters_have_the_answers_of_a_cpu(engines: Engines, tmp_path: Path) ->
 
 @pytest.mark.parametrize("device", [ONE, TWO])
 def test_experts_are_read_while_no_request_is_there(engines: Engines, device: str) -> None:
-    engine = engines(device, load={"host_memory": "2GiB"})
+    engine = engines(device, load={"host_memory": "8GiB"})
     until, slots = time.monotonic() + PATIENCE, engine.greenroom.capacity
     while engine.stats()["prefetch"]["idle"] < slots and time.monotonic() < until:
         time.sleep(0.005)
