@@ -325,23 +325,37 @@ def _token_step(
         return graph.launch_experts(binding.layer, make, x, top_k_index, top_k_weights)
     driver = binding.driver
     result = driver.device_steps.launch(partial(launches.start, x, top_k_index, top_k_weights))
+    if serve_token(binding, launches, binding.overlapped_work):
+        return launches.result()
+    if driver.predictions.enabled:  # predictions must not be late
+        driver.deferred.settle()
+    return result
+
+
+def serve_token(
+    binding: Binding, launches: Any, overlapped_work: Callable[[], object] | None = None
+) -> bool:
+    """Read what a token's launched look-up has found, and launch the experts that it misses.
+
+    Returns whether any was missing. If none was, the scheduler observes the step later.
+    """
+    driver = binding.driver
     if driver.scheduler.resident_steps.path is None:  # else steps are served together
         driver.deferred.settle()
     report = launches.read_report()
     if binding.on_routing is not None:
         binding.on_routing(binding.layer, launches.choice(report))
-    if missing := launches.missing(report):
-        driver.deferred.settle()
-        load = partial(launches.start_again, [*missing])
-        observe = partial(_observe, binding, launches, report)
-        if not driver.device_steps.load(binding.layer, launches.experts(report), load, observe):
-            _serve(binding, launches, report, missing)
-        return launches.result()
-    serve = partial(_serve, binding, launches, report, missing)
-    driver.deferred.add(ComputedStep(binding.layer, partial(launches.experts, report), serve))
-    if driver.predictions.enabled:  # predictions must not be late
-        driver.deferred.settle()
-    return result
+    missing = launches.missing(report)
+    serve = partial(_serve, binding, launches, report, missing, overlapped_work)
+    if not missing:
+        driver.deferred.add(ComputedStep(binding.layer, partial(launches.experts, report), serve))
+        return False
+    driver.deferred.settle()
+    load = partial(launches.start_again, [*missing])
+    observe = partial(_observe, binding, launches, report)
+    if not driver.device_steps.load(binding.layer, launches.experts(report), load, observe):
+        serve()
+    return True
 
 
 def _observe(binding: Binding, launches: Any, report: list[int], inputs: bool) -> LayerRouting:
@@ -350,7 +364,13 @@ def _observe(binding: Binding, launches: Any, report: list[int], inputs: bool) -
     return LayerRouting(binding.layer, launches.choice(report), inputs=captured)
 
 
-def _serve(binding: Binding, launches: Any, report: list[int], missing: set[int]) -> None:
+def _serve(
+    binding: Binding,
+    launches: Any,
+    report: list[int],
+    missing: set[int],
+    overlapped_work: Callable[[], object] | None,
+) -> None:
     """Let the scheduler serve a token's step, and launch the experts that it loads."""
     experts = launches.experts(report)
 
@@ -365,6 +385,6 @@ def _serve(binding: Binding, launches: Any, report: list[int], missing: set[int]
         np.array(experts, np.int64),
         compute_group,
         observe_routing=partial(_observe, binding, launches, report),
-        overlapped_work=binding.overlapped_work,
+        overlapped_work=overlapped_work,
         computed=[expert for expert in experts if expert not in missing] if missing else (),
     )

@@ -18,10 +18,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 pytest.importorskip("triton")
 
-from greenroom.errors import DeviceError
+from greenroom.errors import DeviceError, StoreError
 from greenroom.hf.attach.token_attention import MARK, TokenAttention
 from greenroom.hf.kv.batch import Batch, is_near
+from greenroom.runtime.cuda.piece_graph import PieceGraph
 from greenroom.runtime.cuda.token_graph import TokenGraph
+from tests.hf.attach.test_device_decode import check_table
 from tests.hf.memory.test_device import ids, placed
 from tests.models import cached_tiny, reference
 from tests.runtime.cuda.conftest import (
@@ -125,6 +127,120 @@ def test_a_graph_has_the_bits_of_a_pass_that_loads_experts(name, monkeypatch):
             replays.clear()
     for large, small in zip(*answers, strict=True):
         assert all(map(torch.equal, large, small))
+
+
+def pieced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of times that each pass in pieces has served its layers."""
+    served, replay = list[int](), PieceGraph.replay
+
+    def counting(self: PieceGraph, decode: Any) -> Any:
+        result = replay(self, decode)
+        served.append(len(self.moe_layers))
+        return result
+
+    monkeypatch.setattr(PieceGraph, "replay", counting)
+    return served
+
+
+@pytest.mark.parametrize("host_capacity", [0, 6, 1000])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_pieces_have_the_bits_and_decisions_of_kernels(name, host_capacity, monkeypatch):
+    served, found = pieced(monkeypatch), list[Any]()
+    for refused in (False, True):
+        with (
+            placed(name, monkeypatch, kernels="triton", capacity=6, policy="lru",
+                   host_capacity=host_capacity) as model,
+            torch.inference_mode(),
+        ):  # fmt: skip
+            cache = prompt(model)
+            tokens_of(model, cache, 1)  # pieces are compared with it
+            graph = model.greenroom.bindings._graph
+            graph._refused = refused
+            tokens_of(model, cache, 8)  # both caches have the same experts behind these
+            model.greenroom.reset_stats()
+            served.clear()
+            logits = tokens_of(model, cache, TOKENS)
+            assert served == ([] if refused else [len(model.greenroom.bindings.modules)] * TOKENS)
+            stats, driver = model.greenroom.stats(), model.greenroom.driver
+            check_table(driver)
+            counts = (
+                stats.passes, stats.expert_requests, stats.expert_hits,
+                driver.miss_counts.tolist(), driver.scheduler.residents().tolist(),
+                [link["bytes"] for link in stats.links],
+            )  # fmt: skip
+            found.append((logits, [layer.keys.clone() for layer in cache.layers], counts))
+            assert stats.expert_hits < stats.expert_requests
+    (*ours, counts), (*theirs, own_counts) = found
+    for one, other in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, one, other))
+    assert counts == own_counts
+
+
+def test_a_read_that_fails_between_pieces_ends_that_token_alone(monkeypatch):
+    served = pieced(monkeypatch)
+    with (
+        placed_lru("qwen3_moe", monkeypatch, 4) as model,
+        torch.inference_mode(),
+    ):
+        cache = prompt(model)
+        tokens_of(model, cache, 2)
+        expected = tokens_of(model, copy.deepcopy(cache), 3)
+        store = model.greenroom.driver._copier._store
+
+        def fail(*_: Any) -> None:
+            raise StoreError("Input/output error")
+
+        with monkeypatch.context() as failing:
+            failing.setattr(store, "read", fail)
+            with pytest.raises(StoreError, match="Input/output error"):
+                tokens_of(model, cache, 3)
+        served.clear()
+        before = cache.layers[0].get_seq_length() - PROMPT - 2
+        got = tokens_of(model, cache, 3)
+        assert len(served) == 3
+        assert before or all(map(torch.equal, got, expected))
+        check_table(model.greenroom.driver)
+
+
+def test_padding_is_computed_without_pieces(monkeypatch):
+    served = pieced(monkeypatch)
+    answers = []
+    for refused in (False, True):
+        with (
+            placed_lru("qwen3_moe", monkeypatch, 4) as model,
+            torch.inference_mode(),
+        ):
+            model.greenroom.bindings._graph._refused = refused
+            mask = torch.ones(1, PROMPT, dtype=torch.int64)
+            mask[0, :2] = 0
+            cache = model(ids(1, PROMPT), attention_mask=mask, use_cache=True).past_key_values
+            logits = []
+            for n, token in enumerate(ids(4, 1)):
+                mask = torch.cat([mask, mask.new_ones(1, 1)], 1)
+                if n == 2:  # a graph is there from here on
+                    tokens_of(model, prompt(model), 2)
+                    served.clear()
+                out = model(token[None], attention_mask=mask, past_key_values=cache, use_cache=True)
+                logits.append(out.logits)
+            assert served == []  # they ended at the first layer
+            answers.append(logits)
+    assert all(map(torch.equal, *answers))
+
+
+def test_a_cache_that_grows_and_shrinks_has_both_kinds_of_graphs(monkeypatch):
+    served, replays = pieced(monkeypatch), counted(monkeypatch)
+    with placed_lru("qwen3_moe", monkeypatch, 1000) as model, torch.inference_mode():
+        cache = prompt(model)
+        replayed(model, cache, replays)
+        stride = model.greenroom.setup.catalog.slot_bytes
+        model.greenroom.resize(5 * stride)
+        tokens_of(model, cache, 3)
+        assert len(served) == 3  # of the comparison, and of two tokens
+        model.greenroom.resize(1000 * stride)
+        replays.clear()
+        replayed(model, cache, replays)
+        threads = model.greenroom.bindings._graph._threads
+        assert threads.pieces is not threads.graph is not None
 
 
 def marks_of(model: Any) -> list[Any]:

@@ -34,8 +34,9 @@ from greenroom.hf.attach.token_attention import (
 from greenroom.hf.kv.single_token import count_token, layer_stamps, layer_states
 from greenroom.hf.model.graph_decoder import graph_decoder
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.piece_graph import Padded, PieceGraph
 from greenroom.runtime.cuda.token_graph import LayerStates, NoGraph, TokenGraph
-from greenroom.runtime.forward import BINDING, Binding
+from greenroom.runtime.forward import BINDING, Binding, serve_token
 from greenroom.runtime.kernels.dense.module_check import GLOBAL_HOOKS, OwnForwardHook
 from greenroom.runtime.kernels.resident.decode_pass import ARGUMENTS
 from greenroom.runtime.slots.resident_tables import SlotTables
@@ -66,11 +67,13 @@ class _Token(NamedTuple):
 class _Graphs(threading.local):
     """A thread's graph of a decoder.
 
+    pieces: its graph in pieces, for a cache that has not a slot for each expert
     output: the class of the decoder's result
     missed: an expert of the last pass without a graph was not in its slot yet
     """
 
     graph: TokenGraph | None = None
+    pieces: PieceGraph | None = None
     output: Callable[..., Any]
     missed = False
 
@@ -95,6 +98,7 @@ class GraphPass:
         exact:    experts are those that the routers choose; else there is no graph
         """
         self._decoder, self._bindings, self._engine = decoder, bindings, engine
+        self._by_layer = {binding.layer: binding for binding in bindings}
         self._top_k, self._room = top_k, room
         config: Any = decoder.config
         self._driver = bindings[0].driver
@@ -140,13 +144,22 @@ class GraphPass:
         token = None if args or self._refused else self._read_call(kwargs)
         if token is None:
             return self._original(*args, **kwargs)
-        threads = self._threads
-        if threads.graph is None:
+        threads, graph = self._threads, self._graph
+        if graph is None:
             return self._compare(token, kwargs)
-        hidden = None if threads.missed else self._replay(threads.graph, token)
+        if isinstance(graph, PieceGraph):
+            hidden = self._replay_pieces(graph, token)
+        else:
+            hidden = None if threads.missed else self._replay(graph, token)
         if hidden is None:
             return self._load_missing(kwargs)
         return threads.output(**{HIDDEN: hidden, CACHE: token.cache})
+
+    @property
+    def _graph(self) -> TokenGraph | None:
+        """The calling thread's graph for the present cache."""
+        whole = self._driver.all_have_slots
+        return self._threads.graph if whole else self._threads.pieces
 
     def _load_missing(self, kwargs: dict[str, Any]) -> Any:
         """Compute a token by the decoder's own forward, which loads the experts that it misses."""
@@ -168,7 +181,7 @@ class GraphPass:
             or kwargs.get("use_cache") is False
             or driver.timeline is not None
             or driver.predictions.enabled
-            or not driver.resident.is_open
+            or (driver.all_have_slots and not driver.resident.is_open)  # experts are being loaded
             or vars(self._settings[0]) != self._settings[1]
             or self._has_hooks()
         ):
@@ -181,7 +194,7 @@ class GraphPass:
         if len(layers) != self._layers or not (stamps := layer_stamps(layers)):
             return None
         before, mask = layers[0].get_seq_length(), kwargs.get("attention_mask")
-        graph, states = self._threads.graph, None
+        graph, states = self._graph, None
         moved = graph is None or graph.stamps != stamps or before >= graph.until
         if moved and (states := layer_states(layers)) is None:
             return None
@@ -206,6 +219,8 @@ class GraphPass:
     def _compare(self, token: _Token, kwargs: dict[str, Any]) -> Any:
         """Compute a token by the decoder's own forward, and compare a graph's pass with it."""
         out = self._original(**kwargs)
+        if token.mask is not None and not token.mask.all():  # waits, until a token was compared
+            return out
         self._driver.deferred.settle()
         hidden = getattr(out, HIDDEN, None)
         if set(out) != {HIDDEN, CACHE} or hidden is None or hidden.shape[:2] != (1, 1):
@@ -220,11 +235,15 @@ class GraphPass:
             graph.set_inputs(token.ids, token.positions, token.mask, token.before)
             results, decode = [], partial(self._decode, graph)
             for compute in (graph.compute, graph.replay):  # kernel by kernel, then as a graph
+                if isinstance(graph, PieceGraph):
+                    results.append(compute(decode))
+                    continue
                 # Under the lock of steps: another thread's `close` must not free slots meanwhile.
                 results.append(self._driver.device_steps.launch(partial(compute, decode)))
                 graph.read_reports()
-            if graph.mask_is_full and all(torch.equal(each, hidden) for each in results):
-                self._threads.graph, self._threads.output = graph, type(out)
+            if all(torch.equal(each, hidden) for each in results):
+                self._keep(graph)
+                self._threads.output = type(out)
                 return out
             what = type(self._decoder).__name__
             log.warning("--device cuda: single tokens of %s have other bits as a graph", what)
@@ -235,9 +254,23 @@ class GraphPass:
             row.copy_(values)
         return out
 
+    def _keep(self, graph: TokenGraph) -> None:
+        if isinstance(graph, PieceGraph):
+            self._threads.pieces = graph
+        else:
+            self._threads.graph = graph
+
     def _make_graph(self, hidden: Tensor) -> TokenGraph:
         moe, cache = len(self._bindings), GraphCache()
-        return TokenGraph(self._engine, self._layers, moe, self._top_k, self._room, hidden, cache)
+        parts = self._engine, self._layers, moe, self._top_k, self._room, hidden, cache
+        if self._driver.all_have_slots:
+            return TokenGraph(*parts)
+        launch = self._driver.device_steps.launch
+        return PieceGraph(*parts, launch=launch, serve=self._serve)
+
+    def _serve(self, layer: int, launches: Any) -> None:
+        """Launch what a layer of a graph in pieces misses."""
+        serve_token(self._by_layer[layer], launches)
 
     def _decode(self, graph: TokenGraph) -> Tensor:
         """Compute the token that a graph's memory has, by the decoder's own forward."""
@@ -269,6 +302,19 @@ class GraphPass:
             return None
         count_token(token.layers)
         return results[0]
+
+    def _replay_pieces(self, graph: PieceGraph, token: _Token) -> Tensor | None:
+        """Compute one token as a graph in pieces; None if the mask is not full."""
+        self._driver.deferred.settle()
+        if token.states is not None:
+            graph.set_cache(token.stamps, token.states)
+        graph.set_inputs(token.ids, token.positions, token.mask, token.before)
+        try:
+            hidden = graph.replay(partial(self._decode, graph))
+        except Padded:
+            return None
+        count_token(token.layers)
+        return hidden
 
     def _record(self, chosen: NDArray[np.int32], layers: Sequence[int]) -> None:
         """Record the use of experts: chosen [MoE layers, top_k], in the order of `layers`."""

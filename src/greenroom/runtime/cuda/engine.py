@@ -110,6 +110,16 @@ class Engine:
         """
         return work
 
+    def capture_in_pieces(
+        self, work: Callable[[Callable[[], None]], None]
+    ) -> list[Callable[[], None]] | None:
+        """Return functions that launch the same work again, in pieces, each as one graph.
+
+        `work` gets a function that it calls where a piece ends. Others may launch work between two
+        pieces. None if the device has no graphs, or if they cannot be captured.
+        """
+        return None
+
     def is_idle(self, stream: Any) -> bool:
         """Check whether all work launched on a stream is complete; never waits for it."""
         return True
@@ -236,11 +246,10 @@ class Cuda(Engine):
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         if self._failures == MOST_FAILURES:
             return work
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        graph = torch.cuda.CUDAGraph()
+        self._choose_capture_stream()
         # Graphs run one after another, so one pool does; of 2 MiB, which is not in the budget.
         pool = None if self._first_graph is None else self._first_graph.pool()
-        if self._capture_stream in (None, current):  # other threads launch work on `current`
-            self._capture_stream = torch.cuda.Stream(self.device, priority=_CAPTURE_PRIORITY)
         try:  # not `torch.cuda.graph`, which waits for the device and collects garbage
             with _capture_lock, torch.cuda.stream(self._capture_stream):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -257,6 +266,43 @@ class Cuda(Engine):
         self._first_graph = self._first_graph or graph
         replay: Callable[[], None] = graph.replay
         return replay
+
+    def capture_in_pieces(
+        self, work: Callable[[Callable[[], None]], None]
+    ) -> list[Callable[[], None]] | None:
+        if self._failures == MOST_FAILURES:
+            return None
+        # A pool of their own: what one piece leaves for the next outlives other graphs between.
+        graphs, pool = list[Any](), torch.cuda.graph_pool_handle()
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=pool, capture_error_mode="thread_local")
+
+        def cut() -> None:
+            graphs[-1].capture_end()
+            begin()
+
+        self._choose_capture_stream()
+        try:
+            with _capture_lock, torch.cuda.stream(self._capture_stream):
+                begin()
+                try:
+                    work(cut)
+                finally:
+                    graphs[-1].capture_end()
+        except RuntimeError as error:
+            self._failures += 1
+            _failed_graphs.extend(graphs)
+            log.warning("--device cuda: work is launched kernel by kernel: %s", first_line(error))
+            return None
+        return [graph.replay for graph in graphs]
+
+    def _choose_capture_stream(self) -> None:
+        """Choose a stream for captures on which no other thread launches work."""
+        current = torch.cuda.current_stream(self.device)
+        if self._capture_stream in (None, current):
+            self._capture_stream = torch.cuda.Stream(self.device, priority=_CAPTURE_PRIORITY)
 
     def is_idle(self, stream: Any) -> bool:
         with device_errors():

@@ -156,12 +156,16 @@ class TokenGraph:
 
         `make` makes the layer's launches; the other arguments are those of `TokenLaunches.start`.
         """
+        result: Tensor = self._launches_of(layer, make).run(x, index, weights)
+        return result
+
+    def _launches_of(self, layer: int, make: MakeLaunches) -> Any:
+        """Return the launches of a layer's experts; the first call makes them."""
         if layer not in self._launches:
             first = len(self._launches) * self._top_k
             self._launches[layer] = make(self._reports[first : first + self._top_k])
             self.moe_layers.append(layer)
-        result: Tensor = self._launches[layer].run(x, index, weights)
-        return result
+        return self._launches[layer]
 
     def compute(self, decode: Callable[[], Tensor]) -> Tensor:
         """Compute the pass by `decode`, kernel by kernel; return a copy of its result."""

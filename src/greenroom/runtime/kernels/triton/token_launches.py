@@ -133,6 +133,26 @@ class TokenLaunches:
             self._compute()
         return self._result
 
+    def start_kernels(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Launch the kernels for one token, one by one; `start_again` changes the result [1, H]."""
+        with self.in_order():
+            self._x.copy_(x)
+            self._index.copy_(index)
+            self._weights.copy_(weights)
+            self._look_up_by(self._compute)
+            return self._result
+
+    def start_piece(self, piece: Work) -> Tensor:
+        """Launch a graph that has `run` of these launches; `start_again` changes the result."""
+        with self.in_order():
+            self._look_up_by(piece)
+            return self._result
+
+    def capture_again(self) -> None:
+        """Make a graph of the launches of `start_again`, for launches that are in a graph."""
+        with self.in_order():
+            self._capture()
+
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
         """Return a context whose launches are in order with changes of slots.
