@@ -131,6 +131,50 @@ def test_graphs_that_fail_spoil_no_later_ones_until_there_are_several(gpu, strea
     assert gpu.capture(print) == print
 
 
+def test_pieces_are_graphs_with_memory_of_their_own(gpu, streams, monkeypatch):
+    """What one piece leaves for the next outlives other graphs that run between them."""
+    handles = iter(range(9))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    gpu.capture(lambda: None)
+    ran: list[int] = []
+
+    def work(cut: Any) -> None:
+        for n in range(3):
+            ran.append(n)
+            cut()
+
+    pieces = gpu.capture_in_pieces(work)
+    assert len(pieces) == 4
+    assert ran == [0, 1, 2]
+    gpu.capture(lambda: None)
+    shared = gpu._first_graph
+    assert Graph.pools == [None, 0, 0, 0, 0, shared]
+    assert all(each == Graph.captured[0] for each in Graph.captured)
+    assert len({id(piece.__self__) for piece in pieces}) == 4
+    assert len(gpu.capture_in_pieces(lambda cut: None)) == 1
+    assert Graph.pools[-1] == 1
+
+
+def test_pieces_that_fail_are_none(gpu, streams, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    ended = []
+    monkeypatch.setattr(Graph, "capture_end", lambda graph: ended.append(graph))
+
+    def work(cut: Any) -> None:
+        cut()
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    with caplog.at_level(logging.WARNING):
+        assert gpu.capture_in_pieces(work) is None
+    assert len({*map(id, ended)}) == len(ended) == 2
+    assert "kernel by kernel: CUDA error: operation not permitted" in caplog.text
+    with pytest.raises(KeyboardInterrupt):
+        gpu.capture_in_pieces(lambda cut: (_ for _ in ()).throw(KeyboardInterrupt))
+    for _ in range(2 * module.MOST_FAILURES):
+        gpu.capture_in_pieces(work)
+    assert len(caplog.records) == module.MOST_FAILURES
+
+
 def test_memory_is_released_when_no_graph_is_captured(gpu, streams, monkeypatch):
     """Torch refuses during a capture, also one of another thread."""
     done, threads = list[str](), list[threading.Thread]()

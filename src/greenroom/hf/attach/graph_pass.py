@@ -158,8 +158,8 @@ class GraphPass:
     @property
     def _graph(self) -> TokenGraph | None:
         """The calling thread's graph for the present cache."""
-        whole = self._driver.all_have_slots
-        return self._threads.graph if whole else self._threads.pieces
+        threads = self._threads
+        return threads.graph if self._driver.all_have_slots else threads.pieces
 
     def _load_missing(self, kwargs: dict[str, Any]) -> Any:
         """Compute a token by the decoder's own forward, which loads the experts that it misses."""

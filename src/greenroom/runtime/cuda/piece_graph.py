@@ -24,7 +24,7 @@ class Padded(Exception):
 
 
 class PieceGraph(TokenGraph):
-    """The pass of one token, of one thread, in one graph for each MoE layer and one behind them.
+    """The pass of one token: a graph for each MoE layer, and one behind them.
 
     Without CUDA's graphs the pieces are the decoder's own kernels, one by one.
     """
