@@ -231,8 +231,7 @@ class GraphPass:
         last = [row.clone() for row in rows]
         try:
             graph = self._make_graph(hidden)
-            graph.set_cache(token.stamps, token.states)
-            graph.set_inputs(token.ids, token.positions, token.mask, token.before)
+            self._set_token(graph, token)
             results, decode = [], partial(self._decode, graph)
             for compute in (graph.compute, graph.replay):  # kernel by kernel, then as a graph
                 if isinstance(graph, PieceGraph):
@@ -283,12 +282,16 @@ class GraphPass:
         hidden: Tensor = out[HIDDEN]
         return hidden
 
-    def _replay(self, graph: TokenGraph, token: _Token) -> Tensor | None:
-        """Compute one token as a graph; None if an expert was missing, or the mask is not full."""
+    def _set_token(self, graph: TokenGraph, token: _Token) -> None:
+        """Set what a graph computes next, behind all that the scheduler has yet to serve."""
         self._driver.deferred.settle()
         if token.states is not None:
             graph.set_cache(token.stamps, token.states)
         graph.set_inputs(token.ids, token.positions, token.mask, token.before)
+
+    def _replay(self, graph: TokenGraph, token: _Token) -> Tensor | None:
+        """Compute one token as a graph; None if an expert was missing, or the mask is not full."""
+        self._set_token(graph, token)
         results = list[Tensor]()
 
         def find(tables: SlotTables) -> Sequence[int]:
@@ -305,10 +308,7 @@ class GraphPass:
 
     def _replay_pieces(self, graph: PieceGraph, token: _Token) -> Tensor | None:
         """Compute one token as a graph in pieces; None if the mask is not full."""
-        self._driver.deferred.settle()
-        if token.states is not None:
-            graph.set_cache(token.stamps, token.states)
-        graph.set_inputs(token.ids, token.positions, token.mask, token.before)
+        self._set_token(graph, token)
         try:
             hidden = graph.replay(partial(self._decode, graph))
         except Padded:
