@@ -327,7 +327,7 @@ def _token_step(
     result = driver.device_steps.launch(partial(launches.start, x, top_k_index, top_k_weights))
     if serve_token(binding, launches, binding.overlapped_work):
         return launches.result()
-    if driver.predictions.enabled:  # predictions must not be late
+    if driver.predictions.predicts:  # predictions must not be late
         driver.deferred.settle()
     return result
 
@@ -347,12 +347,13 @@ def serve_token(
         binding.on_routing(binding.layer, launches.choice(report))
     missing = launches.missing(report)
     serve = partial(_serve, binding, launches, report, missing, overlapped_work)
+    observe = partial(_observe, binding, launches, report)
     if not missing:
-        driver.deferred.add(ComputedStep(binding.layer, partial(launches.experts, report), serve))
+        experts = partial(launches.experts, report)
+        driver.deferred.add(ComputedStep(binding.layer, experts, observe, serve))
         return False
     driver.deferred.settle()
     load = partial(launches.start_again, [*missing])
-    observe = partial(_observe, binding, launches, report)
     if not driver.device_steps.load(binding.layer, launches.experts(report), load, observe):
         serve()
     return True

@@ -227,6 +227,60 @@ def test_padding_is_computed_without_pieces(monkeypatch):
     assert all(map(torch.equal, *answers))
 
 
+def test_a_token_is_in_pieces_while_prefetching_is_off(monkeypatch):
+    """The predictor observes then, and predicts in other passes; bits and counts do not change."""
+    served, found = pieced(monkeypatch), list[Any]()
+    for refused in (False, True):
+        with (
+            placed("qwen3_moe", monkeypatch, kernels="triton", capacity=6, host_capacity=1000,
+                   prefetch="next-gate") as model,
+            torch.inference_mode(),
+        ):  # fmt: skip
+            predictions = model.greenroom.driver.predictions
+            observed, predicted = list[Any](), list[bool]()
+            foresight = predictions.foresight
+            observe, predict = foresight.predictor.observe, foresight.predictor.predict
+
+            def noted(routing: Any, observe: Any = observe, observed: Any = observed) -> None:
+                observed.append((routing.layer, routing.experts.tolist()))
+                observe(routing)
+
+            def seen(layer: int, predict: Any = predict, predicted: Any = predicted) -> Any:
+                predicted.append(True)
+                return predict(layer)
+
+            monkeypatch.setattr(foresight.predictor, "observe", noted)
+            monkeypatch.setattr(foresight.predictor, "predict", seen)
+            cache = prompt(model)
+            model.greenroom.bindings._graph._refused = refused
+            assert not predictions.guard.on  # until its first trial
+            tokens_of(model, cache, 3)
+            predictions.drain()
+            assert (served != [], predicted) == (not refused, [])
+            monkeypatch.setattr(predictions.guard, "passed", lambda *_: None)
+            logits, counts, stats = [], [], []
+            for on in (True, False, True):
+                predictions.guard.on = on
+                logits += tokens_of(model, cache, 1)  # its end hears of the decision
+                for each in (served, observed, predicted):
+                    each.clear()
+                model.greenroom.reset_stats()
+                logits += tokens_of(model, cache, 2)
+                predictions.drain()
+                counts.append((len(observed), bool(predicted)))
+                assert len(served) == (0 if refused or on else 2)
+                if not on:
+                    stats.append(model.greenroom.stats().expert_requests)
+                    stats.append([*observed])
+            check_table(model.greenroom.driver)
+            found.append((logits, counts, stats))
+    (logits, *counts), (own_logits, *own_counts) = found
+    assert all(map(torch.equal, logits, own_logits))
+    assert counts == own_counts
+    layers = len(model.greenroom.bindings.modules)
+    assert counts[0] == [(2 * layers, True), (2 * layers, False), (2 * layers, True)]
+
+
 def test_a_cache_that_grows_and_shrinks_has_both_kinds_of_graphs(monkeypatch):
     served, replays = pieced(monkeypatch), counted(monkeypatch)
     with placed_lru("qwen3_moe", monkeypatch, 1000) as model, torch.inference_mode():

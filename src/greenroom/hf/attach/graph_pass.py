@@ -89,6 +89,7 @@ class GraphPass:
         top_k: int,
         room: int,
         exact: bool,
+        inputs: Sequence[object] = (),
     ) -> None:
         """Replace the attention of a decoder, and its forward if experts can be found by a device.
 
@@ -96,6 +97,9 @@ class GraphPass:
         top_k:    experts that a token uses in a layer
         room:     the most tokens of a KV cache
         exact:    experts are those that the routers choose; else there is no graph
+        inputs:   hooks that do nothing needed while no expert is predicted
+
+        Prefetching is off until it was measured, since tokens that predict are no graphs.
         """
         self._decoder, self._bindings, self._engine = decoder, bindings, engine
         self._by_layer = {binding.layer: binding for binding in bindings}
@@ -107,9 +111,11 @@ class GraphPass:
         self._original: Callable[..., Any] = decoder.forward
         self._threads, self._refused = _Graphs(), False
         self._last_hook, self._hooked = -1, False  # the number of the last hook when they were seen
+        self._inputs = inputs
         replace_attention(decoder)  # also without graphs: bits do not depend on a run's options
         if exact and all(binding.token_launches is not None for binding in bindings):
             decoder.forward = self.forward
+            self._driver.predictions.start_off()
 
     @staticmethod
     def of(
@@ -119,6 +125,7 @@ class GraphPass:
         top_k: int,
         room: int,
         exact: bool,
+        inputs: Sequence[object] = (),
     ) -> GraphPass | None:
         """Replace attention and forward of a model's decoder; None if it cannot be a graph.
 
@@ -128,7 +135,7 @@ class GraphPass:
         decoder = graph_decoder(model, modules)
         if decoder is None:
             return None
-        return GraphPass(decoder, bindings, engine, top_k, room, exact)
+        return GraphPass(decoder, bindings, engine, top_k, room, exact, inputs)
 
     def compile(self) -> None:
         """Compile the attention of single tokens now, by a trial computation."""
@@ -180,7 +187,7 @@ class GraphPass:
             or torch.compiler.is_compiling()
             or kwargs.get("use_cache") is False
             or driver.timeline is not None
-            or driver.predictions.enabled
+            or driver.predictions.predicts
             or (driver.all_have_slots and not driver.resident.is_open)  # experts are being loaded
             or vars(self._settings[0]) != self._settings[1]
             or self._has_hooks()
@@ -213,7 +220,7 @@ class GraphPass:
             hooks = [hook for each in modules for hook in each._forward_hooks.values()]
             hooks += [hook for each in modules for hook in each._forward_pre_hooks.values()]
             hooks += [hook for each in GLOBAL_HOOKS for hook in each.values()]
-            self._hooked = not all(map(_does_nothing, hooks))
+            self._hooked = not all(hook in self._inputs or _does_nothing(hook) for hook in hooks)
         return self._hooked
 
     def _compare(self, token: _Token, kwargs: dict[str, Any]) -> Any:

@@ -26,11 +26,13 @@ class ComputedStep(NamedTuple):
     """A step of one token that a device has computed from slots.
 
     experts: returns the step's experts, as ids within the layer, ascending
+    observe: see `observe_routing` of `Driver.step`
     serve:   lets the scheduler serve the step
     """
 
     layer: int
     experts: Callable[[], list[int]]
+    observe: Callable[[bool], LayerRouting]
     serve: Callable[[], None]
 
 
@@ -83,7 +85,7 @@ class DeviceSteps:
     def serve(self, steps: Sequence[ComputedStep]) -> int:
         """Serve steps of a pass that were computed; return how many until one needs events."""
         driver = self._driver
-        if driver.timeline is not None or driver.predictions.enabled:
+        if driver.timeline is not None or driver.predictions.predicts:
             return 0
         chosen = [(step.layer, step.experts()) for step in steps]
         resident, residents = driver.resident, driver.scheduler.resident_steps
@@ -94,13 +96,17 @@ class DeviceSteps:
                 if served:
                     driver.passes.note_layers(chosen[0][0], chosen[-1][0])
                 return served or 0
+            passes, now = list[int](), time.perf_counter()
             with driver.lock:
-                for number, (layer, experts) in enumerate(chosen):
+                for layer, experts in chosen:
                     event = self._event(layer, experts)
-                    if residents.serve(event) is None:
-                        return number
+                    if residents.serve(event, now) is None:
+                        break
                     self._count(event)
-        return len(chosen)
+                    passes.append(event.step)
+            for number, step in zip(passes, steps, strict=False):
+                driver.predictions.observe(number, step.layer, step.observe)
+        return len(passes)
 
     def load(
         self,
@@ -137,9 +143,7 @@ class DeviceSteps:
                 self._count(event)  # while experts are on their way
                 driver.miss_counts[layer] += len(missing)
                 self._count_ended(loads)
-            if driver.predictions.enabled:
-                driver.predictions.reached(event.step, layer)
-                driver.predictions.routed(layer, observe_routing)
+            driver.predictions.observe(event.step, layer, observe_routing)
         return True
 
     def _undo(self, missing: list[Load] | None, event: Routed, error: BaseException) -> None:
