@@ -349,7 +349,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch, small_model(Path(scratch), shape) as folder:
         rows = [
             measure(
-                folder, cache, args.tokens, args.prefetch, launches, args.profile, args.placement,
+                folder,
+                cache,
+                args.tokens,
+                args.prefetch,
+                launches,
+                args.profile,
+                args.placement,
                 args.kernels,
             )  # fmt: skip
             for cache in args.cache

@@ -343,20 +343,26 @@ def serve_token(
     if driver.scheduler.resident_steps.path is None:  # else steps are served together
         driver.deferred.settle()
     report = launches.read_report()
-    if binding.on_routing is not None:
-        binding.on_routing(binding.layer, launches.choice(report))
     missing = launches.missing(report)
     serve = partial(_serve, binding, launches, report, missing, overlapped_work)
     observe = partial(_observe, binding, launches, report)
+    note = partial(_note, binding, launches, report)
     if not missing:
         experts = partial(launches.experts, report)
-        driver.deferred.add(ComputedStep(binding.layer, experts, observe, serve))
+        driver.deferred.add(ComputedStep(binding.layer, experts, observe, serve, note))
         return False
     driver.deferred.settle()
     load = partial(launches.start_again, [*missing])
     if not driver.device_steps.load(binding.layer, launches.experts(report), load, observe):
         serve()
+    note()  # the device need not wait for it
     return True
+
+
+def _note(binding: Binding, launches: Any, report: list[int]) -> None:
+    """Tell observers which experts a token chose."""
+    if binding.on_routing is not None:
+        binding.on_routing(binding.layer, launches.choice(report))
 
 
 def _observe(binding: Binding, launches: Any, report: list[int], inputs: bool) -> LayerRouting:

@@ -81,6 +81,10 @@ class ResidentSteps:
         place: Ints = placement.tier_slots[slots]
         return place
 
+    def report(self) -> None:
+        """Report the served steps to the policy now; else it learns of them at the next miss."""
+        self._placement.cache.report_hits()
+
     def _decides_more(self) -> bool:
         """Tell whether more than the eviction policy decides about the next step."""
         placement, idle = self._placement, self._idle

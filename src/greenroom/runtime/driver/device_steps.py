@@ -28,12 +28,14 @@ class ComputedStep(NamedTuple):
     experts: returns the step's experts, as ids within the layer, ascending
     observe: see `observe_routing` of `Driver.step`
     serve:   lets the scheduler serve the step
+    note:    tells observers of the router's choice
     """
 
     layer: int
     experts: Callable[[], list[int]]
     observe: Callable[[bool], LayerRouting]
     serve: Callable[[], None]
+    note: Callable[[], None]
 
 
 class DeferredSteps(threading.local):
@@ -60,6 +62,8 @@ class DeferredSteps(threading.local):
             steps, self._steps = self._steps, []
             for step in steps[self._serve_together(steps) :]:
                 step.serve()
+            for step in steps:
+                step.note()
 
 
 class DeviceSteps:
@@ -104,6 +108,7 @@ class DeviceSteps:
                         break
                     self._count(event)
                     passes.append(event.step)
+                residents.report()  # while the device computes, not when it waits for a miss
             for number, step in zip(passes, steps, strict=False):
                 driver.predictions.observe(number, step.layer, step.observe)
         return len(passes)
