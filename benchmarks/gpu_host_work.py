@@ -70,7 +70,8 @@ from greenroom.runtime.slots.tier import ABSENT
 
 SHAPE = Shape(hidden=64, inner=32, layers=8, experts=64, top_k=8)
 COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "to copy us", "rest us",
-           "graph us", "launches", "layers hit", "layers missed", "graphs", "in pieces")  # fmt: skip
+           "graph us", "launches", "layers hit", "layers missed", "graphs",
+           "in pieces")  # fmt: skip
 
 
 class Launches:
@@ -278,10 +279,8 @@ class Clock:
         decoder.forward = timed_token
 
 
-def measure(
-    folder: Path, cache: str, tokens: int, prefetch: str, launches: Launches, profiled: bool,
-    placement: str | None, by_kernels: bool,
-) -> list[str]:  # fmt: skip
+def measure(folder: Path, cache: str, args: argparse.Namespace, launches: Launches) -> list[str]:
+    tokens, placement = args.tokens, args.placement
     skeleton = ModelSkeleton.of(folder)
     layers = len(skeleton.catalog.layers)
     model: Any = skeleton.load()
@@ -290,11 +289,11 @@ def measure(
     policy = "lru" if slots == experts else "next-use"  # as `load` chooses
     setup = ModelSetup(
         skeleton.catalog, slots, policy, cuda=True, kernels="triton",
-        host_capacity=skeleton.catalog.experts, prefetch=prefetch,
+        host_capacity=skeleton.catalog.experts, prefetch=args.prefetch,
         devices=(0,) if placement is None else (0, 1), placement=DevicePlacement(placement or ""),
     )  # fmt: skip
     model.greenroom = Greenroom(model, setup)
-    if by_kernels and model.greenroom.bindings._graph is not None:
+    if args.kernels and model.greenroom.bindings._graph is not None:
         model.greenroom.bindings._graph._refused = True
     clock, passes = Clock(model.base_model, model.greenroom, launches), Passes(model)
     profiler = cProfile.Profile(time.thread_time)
@@ -304,7 +303,7 @@ def measure(
             passes.decode(tokens)  # most experts are in host memory then
             model.greenroom.reset_stats()
             launches.count, clock.on = 0, True
-            if profiled:
+            if args.profile:
                 profiler.enable()
             passes.decode(tokens)
             profiler.disable()
@@ -314,7 +313,7 @@ def measure(
     finally:
         clock.remove()
         model.greenroom.detach()
-    if profiled:
+    if args.profile:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
 
     def middle(seconds: list[float]) -> str:
@@ -347,19 +346,7 @@ def main() -> None:
     devices.engine_for = lambda setup, number: Graphs(launches)
     print(f"commit {commit()}; {machine()}\n")
     with tempfile.TemporaryDirectory() as scratch, small_model(Path(scratch), shape) as folder:
-        rows = [
-            measure(
-                folder,
-                cache,
-                args.tokens,
-                args.prefetch,
-                launches,
-                args.profile,
-                args.placement,
-                args.kernels,
-            )  # fmt: skip
-            for cache in args.cache
-        ]
+        rows = [measure(folder, cache, args, launches) for cache in args.cache]
     print(table(COLUMNS, rows))
 
 

@@ -142,6 +142,18 @@ def pieced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return served
 
 
+def observed(bindings: Any) -> list[tuple[int, list[int]]]:
+    """The choices of routers that observers hear of from now on: (layer, experts)."""
+    seen: list[tuple[int, list[int]]] = []
+
+    def observe(layer: int, experts: Any) -> None:
+        seen.append((layer, experts.tolist()))
+
+    for binding in bindings:
+        object.__setattr__(binding, "on_routing", observe)
+    return seen
+
+
 @pytest.mark.parametrize("host_capacity", [0, 6, 1000])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_pieces_have_the_bits_and_decisions_of_kernels(name, host_capacity, monkeypatch):
@@ -159,14 +171,16 @@ def test_pieces_have_the_bits_and_decisions_of_kernels(name, host_capacity, monk
             tokens_of(model, cache, 8)  # both caches have the same experts behind these
             model.greenroom.reset_stats()
             served.clear()
+            seen = observed(graph._bindings)
             logits = tokens_of(model, cache, TOKENS)
+            assert [layer for layer, _ in seen] == [*range(len(graph._bindings))] * TOKENS
             assert served == ([] if refused else [len(model.greenroom.bindings.modules)] * TOKENS)
             stats, driver = model.greenroom.stats(), model.greenroom.driver
             check_table(driver)
             counts = (
                 stats.passes, stats.expert_requests, stats.expert_hits,
                 driver.miss_counts.tolist(), driver.scheduler.residents().tolist(),
-                [link["bytes"] for link in stats.links],
+                [link["bytes"] for link in stats.links], seen,
             )  # fmt: skip
             found.append((logits, [layer.keys.clone() for layer in cache.layers], counts))
             assert stats.expert_hits < stats.expert_requests
@@ -381,13 +395,7 @@ def test_a_graph_counts_uses_as_a_pass_without_it_does(monkeypatch):
             torch.inference_mode(),
         ):
             model.greenroom.bindings._graph._refused = refused
-            seen: list[tuple[int, list[int]]] = []
-
-            def observe(layer: int, experts: Any, seen: list[Any] = seen) -> None:
-                seen.append((layer, experts.tolist()))
-
-            for binding in model.greenroom.bindings._graph._bindings:
-                object.__setattr__(binding, "on_routing", observe)
+            seen = observed(model.greenroom.bindings._graph._bindings)
             replays = counted(monkeypatch)
             tokens_of(model, prompt(model), TOKENS)
             assert bool(replays) != refused
