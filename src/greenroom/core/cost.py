@@ -80,6 +80,7 @@ class Costs:
     expert:   the computation of one expert, for the number of tokens that chose it
     dense:    the computation of the rest of one layer, for the number of tokens of the pass
     resident: the same as `dense`, where every expert has a slot on one device; None: no other time
+    pieces:   the same, where not every expert has one, while nothing is predicted
     handling: processor time for each fetched expert: the same cores copy its bytes, and it is
               computed in a call of its own
     miss:     processor time for each layer that waits for missing experts, whatever their number
@@ -102,6 +103,7 @@ class Costs:
     hop: float = 0.0
     miss: float = 0.0
     resident: Work | None = None
+    pieces: Work | None = None
 
     def seconds_after_wait(self, wait: float) -> float:
         """Return by how many seconds a computation is slower after the processor has waited.

@@ -39,6 +39,7 @@ MOST_LANES = 1024  # of a link: transfers at a time
 # Of a processor, besides its tables.
 NUMBERS = (
     "layer", "fetch", "copy", "ahead", "wake", "hop", "miss", "graph_token", "graph_layer",
+    "piece_layer",
 )  # fmt: skip
 
 
@@ -95,9 +96,10 @@ class Processor:
     hop:   for another device than the first in a layer
     miss:  for each layer that waits for missing experts
 
-    In place of `layer`, where the passes of single tokens are one CUDA graph (0 if they are not):
+    In place of `layer`, where the passes of single tokens are CUDA graphs (0 if they are not):
 
-    graph_token, graph_layer: other time of each token, and of each layer
+    graph_token, graph_layer: other time of each token, and of each layer, in one graph
+    piece_layer: other time of each layer, with a graph for each layer
     """
 
     name: str
@@ -113,6 +115,7 @@ class Processor:
     miss: float = 0.0
     graph_token: float = 0.0
     graph_layer: float = 0.0
+    piece_layer: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

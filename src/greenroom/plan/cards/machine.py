@@ -74,6 +74,7 @@ def _processor(card: Card) -> Processor:
         "gpu", "device", table, table, layer=host_work.LAYER + host_work.HIT,
         fetch=host_work.FETCH, hop=host_work.HOP, miss=host_work.MISS,
         graph_token=host_work.GRAPH_TOKEN, graph_layer=host_work.GRAPH_LAYER,
+        piece_layer=host_work.PIECE,
     )  # fmt: skip
 
 
