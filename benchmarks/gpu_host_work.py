@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_host_work.py
     python benchmarks/gpu_host_work.py --kernels
+    python benchmarks/gpu_host_work.py --co-compute
     python benchmarks/gpu_host_work.py --cache 25% 50% 100% --profile
 
 A CPU takes the GPU's place, and kernels are not launched: a launch is replaced by the little that
@@ -50,6 +51,7 @@ from torch import nn
 from common import commit, machine, table
 from worker import Passes
 
+from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.core.home_devices import DevicePlacement
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.attach.graph_pass import GraphPass
@@ -287,9 +289,10 @@ def measure(folder: Path, cache: str, args: argparse.Namespace, launches: Launch
     model.get_input_embeddings().weight.data *= 64  # tokens, not attention, decide the routing
     slots, experts = slots_for(cache, skeleton.catalog), skeleton.catalog.experts
     policy = "lru" if slots == experts else "next-use"  # as `load` chooses
+    config = SchedulerConfig(co_compute="auto" if args.co_compute else "off")
     setup = ModelSetup(
         skeleton.catalog, slots, policy, cuda=True, kernels="triton",
-        host_capacity=skeleton.catalog.experts, prefetch=args.prefetch,
+        host_capacity=skeleton.catalog.experts, prefetch=args.prefetch, config=config,
         devices=(0,) if placement is None else (0, 1), placement=DevicePlacement(placement or ""),
     )  # fmt: skip
     model.greenroom = Greenroom(model, setup)
@@ -337,6 +340,7 @@ def main() -> None:
         "--placement", choices=("experts", "layers"), help="of experts on two GPUs (default: one)"
     )
     parser.add_argument("--kernels", action="store_true", help="no token is a graph")
+    parser.add_argument("--co-compute", action="store_true", help="--co-compute auto")
     parser.add_argument("--profile", action="store_true", help="also profiles of as many tokens")
     args = parser.parse_args()
     torch.set_num_threads(1)

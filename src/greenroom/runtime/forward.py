@@ -379,7 +379,14 @@ def _serve(
     overlapped_work: Callable[[], object] | None,
 ) -> None:
     """Let the scheduler serve a token's step, and launch the experts that it loads."""
-    experts = launches.experts(report)
+    driver, experts = binding.driver, launches.experts(report)
+    share: Any = None  # of the host's processor
+
+    def prepare_host_job(experts: Any, slots: Any) -> Callable[[], None]:
+        nonlocal share
+        if share is None:
+            share = binding.kernel.token_share(binding.experts, launches, report)
+        return partial(share.compute, experts.tolist(), slots.tolist())
 
     def compute_group(experts: Any, slots: Any) -> None:
         group = experts.tolist()
@@ -387,11 +394,15 @@ def _serve(
             launches.start_again(group, slots.tolist())
             missing.difference_update(group)
 
-    binding.driver.step(
+    shares = missing and binding.kernel.host_job is not None and not driver.deferred.without_host
+    driver.step(
         binding.layer,
         np.array(experts, np.int64),
         compute_group,
         observe_routing=partial(_observe, binding, launches, report),
         overlapped_work=overlapped_work,
+        prepare_host_job=prepare_host_job if shares else None,
         computed=[expert for expert in experts if expert not in missing] if missing else (),
     )
+    if share is not None:
+        share.merge_into_token(launches)

@@ -44,7 +44,11 @@ class DeferredSteps(threading.local):
     They are of one pass. They are served before the thread asks anything else of the scheduler,
     which therefore decides as if it had served them at once. The device computes later layers
     meanwhile.
+
+    without_host: the host's processor computes none of the thread's missing experts
     """
+
+    without_host = False
 
     def __init__(self, serve_together: Callable[[Sequence[ComputedStep]], int]) -> None:
         """Begin without steps; `serve_together` serves the first ones, returns how many."""
