@@ -36,10 +36,11 @@ from greenroom.hf.model.graph_decoder import graph_decoder
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.piece_graph import Padded, PieceGraph
 from greenroom.runtime.cuda.token_graph import LayerStates, NoGraph, TokenGraph
-from greenroom.runtime.forward import BINDING, Binding, serve_token
+from greenroom.runtime.forward import BINDING, Binding
 from greenroom.runtime.kernels.dense.module_check import GLOBAL_HOOKS, OwnForwardHook
 from greenroom.runtime.kernels.resident.decode_pass import ARGUMENTS
 from greenroom.runtime.slots.resident_tables import SlotTables
+from greenroom.runtime.token_step import serve_token
 
 HIDDEN, CACHE = "last_hidden_state", "past_key_values"  # fields of a decoder's result
 

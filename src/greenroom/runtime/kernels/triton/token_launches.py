@@ -260,12 +260,12 @@ class TokenLaunches:
         experts: none of those that were in slots
         send:    copies a tensor to the device
         """
-        outputs = torch.cat([other.expert_outputs(expert) for expert in experts])
-        ranks = [rank for e in experts for rank in routing.ranks[routing.entries(e)].tolist()]
+        outputs, rank = other.outputs_of(experts), routing.ranks.tolist()
+        ranks = [rank[n] for each in routing.entries_of(experts) for n in each]
         with self.in_order():
             rows = send(outputs.to(self._step.out.dtype))
-            for rank, row in zip(ranks, rows, strict=True):
-                self._step.out[rank].copy_(row, non_blocking=True)
+            for target, row in zip(ranks, rows, strict=True):
+                self._step.out[target].copy_(row, non_blocking=True)
             self._add_up()
 
     def result(self) -> Tensor:
