@@ -91,7 +91,8 @@ def predictions(row: dict[str, Any], model: Model, bracket: bool) -> tuple[Predi
     memory = row["memory_gib"] << 30
     machine = predict_machine(card, Host(memory, rate, DISK))
     cpu, gpu = machine.processors
-    bare = replace(gpu, layer=0.0, fetch=0.0, miss=0.0, graph_token=0.0, piece_layer=0.0)
+    numbers = "layer", "fetch", "miss", "graph_token", "piece_layer", "shared_miss"
+    bare = replace(gpu, **dict.fromkeys(numbers, 0.0))
     bare = replace(machine, processors=(cpu, bare))
     workload, budgets = synthetic_workload(model), (AUTO_SHARE * card.memory, AUTO_SHARE * memory)
     with_python, without = (
@@ -118,7 +119,6 @@ def cells(row: dict[str, Any], model: Model, bracket: bool) -> tuple[str, ...]:
     )
     how = "graph" if ours.graph else "shared" if best is ours.shared else "moved"
     how = "resident" if ours.fits and not ours.graph else how
-    how = "pieces" if ours.pieces and how == "moved" else how
     published = row["tokens_s"]
     return (
         *first, f"{1 / best.tpot:.3g}", f"{1 / best.high:.3g} to {1 / best.low:.3g}",

@@ -239,11 +239,13 @@ class Estimator:
 
         On one device tokens may be one graph if the cache has all experts, else graphs in pieces.
         """
-        excluding = setting.prefetch, setting.split, setting.miss_precision, setting.co_compute
-        graph = self.costs.resident if capacity >= self.model.experts else self.costs.pieces
+        costs, excluding = self.costs, (setting.prefetch, setting.split, setting.miss_precision)
+        if setting.co_compute != OFF:
+            costs = replace(costs, miss=costs.shared_miss)
+        graph = costs.resident if capacity >= self.model.experts else costs.pieces
         if graph is None or self.devices > 1 or any(each != OFF for each in excluding):
-            return self.costs
-        return replace(self.costs, dense=graph)
+            return costs
+        return replace(costs, dense=graph)
 
     def _latest(self, gaps: Floats) -> Floats:
         """Return the times of decode passes that count: all, or the second half if `warm`."""

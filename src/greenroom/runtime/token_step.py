@@ -1,4 +1,4 @@
-"""Steps of one token on a device, which finds the experts that are in slots by itself.
+"""Steps of one token whose experts a device finds in slots by itself.
 
 A `binding` is the `Binding` of an experts module (`forward.py`); `launches` are its layer's
 `TokenLaunches`.

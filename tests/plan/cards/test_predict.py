@@ -55,7 +55,7 @@ def test_tokens_that_are_graphs_take_the_host_less_time() -> None:
 
 
 def test_tokens_in_pieces_take_the_host_less_time() -> None:
-    """A layer takes 0.5 ms in place of 2 ms, for one token, where the card computes misses."""
+    """A layer takes 0.5 ms in place of 2 ms, for one token."""
     pieces = replace(COSTS, pieces=COSTS.dense.with_single(0.5e-3))
     plain, some = (prediction(48, MODEL.experts, costs) for costs in (COSTS, pieces))
     assert (plain.pieces, some.pieces, some.graph) == (False, True, False)
@@ -63,7 +63,7 @@ def test_tokens_in_pieces_take_the_host_less_time() -> None:
     assert some.moved.ttft == plain.moved.ttft
     if some.shared is not None:  # else co-compute was removed
         assert plain.shared is not None
-        assert some.shared.tpot == plain.shared.tpot
+        assert some.shared.tpot == pytest.approx(plain.shared.tpot - 4 * 1.5e-3)
     everything = prediction(MODEL.experts, 0, pieces)
     assert not everything.pieces
     assert everything.moved.tpot == prediction(MODEL.experts, 0).moved.tpot
@@ -126,6 +126,17 @@ def test_the_host_takes_misses_where_that_is_sooner() -> None:
     assert predicted.shared.setting.co_compute == "auto"
     assert predicted.shared.tpot < 0.9 * predicted.moved.tpot
     assert prediction(16, 0).shared is None
+
+
+@needs_option("co_compute")
+def test_the_host_s_share_takes_time_of_its_own() -> None:
+    """Layers that miss take 1 ms more where misses are divided; what is moved takes no longer."""
+    costs = replace(COSTS, shared_miss=1e-3)
+    plain, shared = (prediction(16, MODEL.experts, each) for each in (COSTS, costs))
+    assert shared.moved.tpot == plain.moved.tpot
+    assert plain.shared is not None
+    assert shared.shared is not None
+    assert 1e-3 < shared.shared.tpot - plain.shared.tpot < 4.01e-3
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_it_needs() -> None:

@@ -174,7 +174,8 @@ def assumptions(card: Card, host: Host, machine: Machine) -> list[str]:
         f" {host.disk.bandwidth / 1e9:.2f} GB/s; Python takes"
         f" {(host_work.LAYER + host_work.HIT) * 1e3:.2g} ms a layer,"
         f" {host_work.PIECE * 1e3:.2g} ms where the layer is a CUDA graph, and"
-        f" {host_work.MISS * 1e3:.2g} ms more if experts are missing, as measured without a GPU.",
+        f" {host_work.MISS * 1e3:.2g} ms more if experts are missing"
+        f" ({host_work.SHARED_MISS * 1e3:.2g} with --co-compute auto), as measured without a GPU.",
         "docs/planning.md has the sources of these figures, and predictions beside published"
         " measurements of other engines.",
     ]
@@ -193,9 +194,7 @@ def fit(model: Model, predicted: Prediction, cards: int) -> list[str]:
     if predicted.graph:
         lines.append("The pass of a token is one CUDA graph, which takes almost no time of Python.")
     elif predicted.pieces:
-        lines.append(
-            "The pass of a token is one CUDA graph for each layer, if misses are moved to the card."
-        )
+        lines.append("The pass of a token is one CUDA graph for each layer.")
     elif predicted.fits and cards == 1:
         lines.append("The pass of a token is no CUDA graph: this model has none.")
     if cards > 1:

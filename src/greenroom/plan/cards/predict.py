@@ -31,7 +31,7 @@ class Prediction:
     host:     experts that main memory holds
     fits:     whether the cards' memory holds all experts
     graph:    whether the passes of single tokens are one CUDA graph
-    pieces:   whether they are one for each layer, if misses are moved to the card
+    pieces:   whether they are one for each layer
     placement: of experts on several cards
     moved:    estimate in which misses are moved to the card
     shared:   estimate in which the host's processor computes some misses (`--co-compute auto`);
