@@ -205,18 +205,21 @@ class Clock:
         return (len(self._reached) - 2) * self.costs.hop
 
     def _handling_seconds(self, experts: Ints, part: int, device: int) -> float:
-        """Return the seconds that a processor needs to take over a group's fetched experts.
+        """Return the seconds that a processor needs to take over a group's missing experts.
 
-        They are 0 in host memory, whose processor computes experts in place.
+        In host memory they are computed in place, so they are those of the layer alone.
         """
         if device == HOST:
-            return 0.0
+            return self._miss_seconds()
         pieces = experts + part * self.pieces.experts
         fresh = self._fresh.intersection(pieces.tolist())
         self._fresh -= fresh
         seconds = len(fresh) * self.costs.handling * self._part_share(part)
-        if fresh and self._waits:  # the first of the missing experts
-            seconds, self._waits = seconds + self.costs.miss, False
+        return seconds + self._miss_seconds() if fresh else seconds
+
+    def _miss_seconds(self) -> float:
+        """Return the seconds of a layer that misses, at the first of its missing experts."""
+        seconds, self._waits = self.costs.miss if self._waits else 0.0, False
         return seconds
 
     def _part_share(self, part: int) -> float:
