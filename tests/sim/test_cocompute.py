@@ -62,11 +62,13 @@ def test_a_slow_host_computes_nothing_and_a_fast_one_everything():
 
 @pytest.mark.parametrize(("bus", "host"), [(1.0, 9.0), (9.0, 1.0)])
 def test_a_layer_that_misses_takes_the_same_once_wherever_experts_are_computed(bus, host):
-    """Two experts of 1 s in each of two steps that miss, and one step that hits."""
+    """An expert of 1 s in each of the steps; the last one is in host memory by then."""
     run_costs = replace(costs(bus, host), miss=0.5)
-    assert run(run_costs, [0, 1], [2, 3]).seconds == pytest.approx(4.0 + 2 * 0.5)
-    moved = run(run_costs, [0, 1], [2, 3], [2, 3], both=False)
-    assert moved.seconds == pytest.approx(4 * bus + 2 * 0.5)
+    shared = run(run_costs, [0], [1], [0], capacity=1)
+    assert shared.seconds == pytest.approx(3 * (1.0 + 0.5))
+    assert shared.on_host == 3 * (host < bus)
+    moved = run(run_costs, [0], [1], [1], capacity=1, both=False)
+    assert moved.seconds == pytest.approx(2 * (bus + 0.5))
 
 
 @pytest.mark.parametrize("host_ms", [0.3, 1.0, 3.0, 10.0])

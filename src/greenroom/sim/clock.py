@@ -106,13 +106,15 @@ class Clock:
         self._advance(self.now + dense)
         self.compute += dense
         misses = self.scheduler.view.misses
-        finished = self._handle(
+        actions = self.scheduler.on(
             Routed(
                 step.step, step.layer, step.experts, step.request, step.rows, step.weights,
                 step.prefill, step.tail_weights,
-            )
+            ),
+            self.now,
         )  # fmt: skip
         self._waits = self.scheduler.view.misses > misses
+        finished = self._carry_out(actions)
         if self.foresight is not None and step.chosen is not None:
             for predicted in self.foresight.routed(LayerRouting(step.layer, step.chosen)):
                 finished |= self._handle(predicted)

@@ -63,7 +63,7 @@ def test_tokens_in_pieces_take_the_host_less_time() -> None:
     assert some.moved.ttft == plain.moved.ttft
     if some.shared is not None:  # else co-compute was removed
         assert plain.shared is not None
-        assert some.shared.tpot == pytest.approx(plain.shared.tpot - 4 * 1.5e-3)
+        assert some.shared.tpot == pytest.approx(plain.shared.tpot - 4 * 1.5e-3, rel=1e-2)
     everything = prediction(MODEL.experts, 0, pieces)
     assert not everything.pieces
     assert everything.moved.tpot == prediction(MODEL.experts, 0).moved.tpot
