@@ -173,7 +173,7 @@ def assumptions(card: Card, host: Host, machine: Machine) -> list[str]:
         f"host: {show_bytes(host.memory)} of memory at {host.bandwidth / 1e9:.1f} GB/s, disk at"
         f" {host.disk.bandwidth / 1e9:.2f} GB/s; Python takes"
         f" {(host_work.LAYER + host_work.HIT) * 1e3:.2g} ms a layer,"
-        f" {host_work.PIECE * 1e3:.2g} ms where the layer is a CUDA graph, and"
+        f" {host_work.PIECE * 1e3:.2g} ms where the layer is one graph, and"
         f" {host_work.MISS * 1e3:.2g} ms more if experts are missing"
         f" ({host_work.SHARED_MISS * 1e3:.2g} with --co-compute auto), as measured without a GPU.",
         "docs/planning.md has the sources of these figures, and predictions beside published"
