@@ -1,7 +1,7 @@
 """One token as one graph: the bits and counts of a pass without it; what keeps it from being one.
 
-The CPU stands in the GPU's place, where a graph is the same Python again, and Triton's interpreter
-runs the kernels.
+The CPU stands in the GPU's place, where a graph is recorded operations (`tests.recorded_graphs`),
+and Triton's interpreter runs the kernels.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import copy
 import functools
 import inspect
 import logging
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 pytest.importorskip("triton")
 
 from greenroom.errors import DeviceError, StoreError
+from greenroom.hf.attach.graph_pass import GraphPass
 from greenroom.hf.attach.token_attention import MARK, TokenAttention
 from greenroom.hf.kv.batch import Batch, is_near
 from greenroom.runtime.cuda.piece_graph import PieceGraph
@@ -26,6 +29,7 @@ from greenroom.runtime.cuda.token_graph import TokenGraph
 from tests.hf.attach.test_device_decode import check_table
 from tests.hf.memory.test_device import ids, placed
 from tests.models import cached_tiny, reference
+from tests.recorded_graphs import RecordedGraphs
 from tests.runtime.cuda.conftest import (
     _bfloat16_as_a_device_rounds_it,  # noqa: F401
     _products_whose_bits_depend_on_values_alone,  # noqa: F401
@@ -40,8 +44,10 @@ PROMPT, TOKENS = 5, 6
 Answer = tuple[torch.Tensor, dict[str, Any], int]
 
 
-def placed_lru(name: str, monkeypatch: Any, capacity: int) -> Any:
-    return placed(name, monkeypatch, kernels="triton", capacity=capacity, policy="lru")
+def placed_lru(name: str, monkeypatch: Any, capacity: int, engine: Any = None, **parts: Any) -> Any:
+    engine = engine or RecordedGraphs(monkeypatch)
+    parts = {"kernels": "triton", "capacity": capacity, "policy": "lru", **parts}
+    return placed(name, monkeypatch, engine, **parts)
 
 
 def tokens_of(model: Any, cache: Any, count: int, **options: Any) -> list[torch.Tensor]:
@@ -148,10 +154,9 @@ def test_pieces_have_the_bits_and_decisions_of_kernels(name, host_capacity, monk
     served, found = pieced(monkeypatch), list[Any]()
     for refused in (False, True):
         with (
-            placed(name, monkeypatch, kernels="triton", capacity=6, policy="lru",
-                   host_capacity=host_capacity) as model,
+            placed_lru(name, monkeypatch, 6, host_capacity=host_capacity) as model,
             torch.inference_mode(),
-        ):  # fmt: skip
+        ):
             cache = prompt(model)
             tokens_of(model, cache, 1)  # pieces are compared with it
             graph = model.greenroom.bindings._graph
@@ -494,9 +499,7 @@ def test_bits_do_not_depend_on_options_that_exclude_graphs(monkeypatch):
     logits = []
     for policy in ("lru", "moe-infinity"):
         with (
-            placed(
-                "qwen3_moe", monkeypatch, kernels="triton", capacity=1000, policy=policy
-            ) as model,
+            placed_lru("qwen3_moe", monkeypatch, 1000, policy=policy) as model,
             torch.inference_mode(),
         ):
             graph = model.greenroom.bindings._graph
@@ -504,3 +507,196 @@ def test_bits_do_not_depend_on_options_that_exclude_graphs(monkeypatch):
             assert len(marks_of(model)) == model.config.num_hidden_layers
             logits.append(tokens_of(model, prompt(model), TOKENS))
     assert all(map(torch.equal, *logits))
+
+
+class Streams(RecordedGraphs):
+    """Graphs of a device whose threads may launch on several streams; `orders` between these."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        self.current, self.orders = "one", list[tuple[str, str]]()
+
+    def current_stream(self) -> str:
+        return self.current
+
+    def order(self, before: str, after: str) -> None:
+        self.orders.append((before, after))
+
+
+def test_a_token_on_another_stream_is_set_behind_the_one_before(monkeypatch):
+    """The graph may still read the id, the position and the addresses of the token before."""
+    engine, ordered = Streams(monkeypatch), list[Any]()
+    with (
+        placed_lru("qwen3_moe", monkeypatch, 6, engine) as model,
+        torch.inference_mode(),
+    ):
+        tokens_of(model, prompt(model), 4)
+        cache = prompt(model)
+        tokens_of(model, cache, 1)  # makes room for further ones, as no graph does
+        for name in ("set_cache", "set_inputs"):
+            set_one = getattr(TokenGraph, name)
+
+            def watched(self: TokenGraph, *arguments: Any, set_one: Any = set_one) -> None:
+                ordered.append(list(engine.orders))
+                set_one(self, *arguments)
+
+            monkeypatch.setattr(TokenGraph, name, watched)
+        engine.current = "two"
+        tokens_of(model, cache, 1)
+        assert ordered == [[("one", "two")]] * 2
+
+
+def test_a_cache_that_grows_meanwhile_does_not_exchange_the_graph(monkeypatch):
+    """The other graph may have addresses of a KV cache that is gone."""
+    replays = counted(monkeypatch)
+    with placed_lru("qwen3_moe", monkeypatch, 1000) as model, torch.inference_mode():
+        driver, first = model.greenroom.driver, prompt(model)
+        replayed(model, first, replays)
+        driver.resize(6)
+        second = prompt(model, 2)
+        tokens_of(model, second, 2)
+        read, main = GraphPass._read_call, threading.current_thread()
+
+        @torch.inference_mode()
+        def grow() -> None:
+            driver.resize(driver.pieces.experts)
+            prompt(model)
+            assert driver.resident.is_open
+
+        def read_and_grow(self: GraphPass, kwargs: Any) -> Any:
+            token = read(self, kwargs)
+            if threading.current_thread() is main:
+                thread = threading.Thread(target=grow)
+                thread.start()
+                thread.join()
+            return token
+
+        expected = tokens_of(model, copy.deepcopy(second), 1)
+        before = [layer.keys.clone() for layer in first.layers]
+        assert before[0].shape[2] > second.get_seq_length()
+        monkeypatch.setattr(GraphPass, "_read_call", read_and_grow)
+        got = tokens_of(model, second, 1)
+        assert torch.equal(got[0], expected[0])
+        assert all(map(torch.equal, before, [layer.keys for layer in first.layers]))
+
+
+@pytest.mark.parametrize(
+    ("at", "full"),
+    [
+        ("__init__", torch.OutOfMemoryError("CUDA out of memory.")),
+        ("compute", torch.OutOfMemoryError("CUDA out of memory.")),
+        ("replay", RuntimeError("CUDA error: out of memory\nmore")),
+    ],
+)
+def test_a_gpu_without_memory_for_a_graph_computes_without(at, full, monkeypatch, caplog):
+    """The token was computed already; neither it nor a later one is an error."""
+    logits, calls = list[Any](), list[str]()
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        calls.append(at)
+        raise full
+
+    for broken in (True, False):
+        with (
+            placed_lru("qwen3_moe", monkeypatch, 6) as model,
+            torch.inference_mode(),
+            monkeypatch.context() as patch,
+            caplog.at_level(logging.WARNING),
+        ):
+            if broken:
+                patch.setattr(PieceGraph, at, refuse)
+            cache = prompt(model)
+            logits.append(tokens_of(model, cache, 3))
+            assert model.greenroom.bindings._graph._refused == broken
+            assert cache.layers[0].get_seq_length() == PROMPT + 3
+    assert all(map(torch.equal, *logits))
+    assert len(calls) == 1
+    assert "single tokens are no graph: the GPU has no room for the graph" in caplog.text
+
+
+def test_errors_of_a_graph_are_the_device_s(monkeypatch):
+    """As those of kernels are: they say what to do, and servers know them."""
+    with placed_lru("qwen3_moe", monkeypatch, 6) as model, torch.inference_mode():
+        cache = prompt(model)
+        tokens_of(model, cache, 2)
+        pieces = model.greenroom.bindings._graph._threads.pieces
+
+        def fail() -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+        pieces._pieces[1] = fail
+        with pytest.raises(DeviceError, match="the GPU failed: CUDA error: an illegal memory"):
+            tokens_of(model, cache, 1)
+
+
+def test_an_expert_that_loses_its_slot_is_no_reason_to_refuse_a_graph(monkeypatch, caplog):
+    """Another thread may resize the cache while the first token is compared."""
+    compute, replays = TokenGraph.compute, counted(monkeypatch)
+    with (
+        placed_lru("qwen3_moe", monkeypatch, 1000) as model,
+        torch.inference_mode(),
+        caplog.at_level(logging.WARNING),
+    ):
+        driver = model.greenroom.driver
+
+        def shrunk(self: TokenGraph, decode: Any) -> Any:
+            driver.changes.table.trim(0)
+            return compute(self, decode)
+
+        cache = prompt(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(TokenGraph, "compute", shrunk)
+            tokens_of(model, cache, 1)
+        assert not model.greenroom.bindings._graph._refused
+        assert not replays
+    assert not caplog.records
+
+
+def _exchange(weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    return torch.nn.Parameter(weight.data * 1.5, requires_grad=False)
+
+
+def _replace_parameter(module: Any) -> None:
+    module.q_proj.weight = _exchange(module.q_proj.weight)
+
+
+def _replace_memory(module: Any) -> None:
+    module.q_proj.weight.data = module.q_proj.weight.data * 1.5
+
+
+def _replace_module(module: Any) -> None:
+    weight = _exchange(module.q_proj.weight)
+    module.q_proj = torch.nn.Linear(*weight.shape[::-1], bias=False, dtype=weight.dtype)
+    module.q_proj.weight = weight
+
+
+@pytest.mark.parametrize("capacity", [6, 1000])
+@pytest.mark.parametrize("change", [_replace_parameter, _replace_memory, _replace_module])
+def test_a_graph_follows_weights_that_are_replaced(change, capacity, monkeypatch):
+    """At the next request; a graph reads the memory that weights had when it was captured."""
+    logits = []
+    for refused in (False, True):
+        with placed_lru("qwen3_moe", monkeypatch, capacity) as model, torch.inference_mode():
+            graph = model.greenroom.bindings._graph
+            graph._refused = refused
+            cache = prompt(model)
+            tokens_of(model, cache, 3)
+            threads = graph._threads
+            change(model.model.layers[0].self_attn)
+            cache = prompt(model)
+            logits.append(tokens_of(model, cache, 3))
+            assert (graph._threads is threads) == refused
+            assert graph._refused == refused
+            threads = graph._threads
+            tokens_of(model, prompt(model), 1)
+            assert graph._threads is threads
+    assert all(map(torch.equal, *logits))
+
+
+def test_a_model_that_is_detached_has_no_graph(monkeypatch):
+    """Its memory would stay until Python's collector finds it."""
+    with placed_lru("qwen3_moe", monkeypatch, 6) as model, torch.inference_mode():
+        tokens_of(model, prompt(model), 2)
+        pieces = weakref.ref(model.greenroom.bindings._graph._threads.pieces)
+        assert pieces() is not None
+    assert pieces() is None

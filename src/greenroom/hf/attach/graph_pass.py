@@ -35,7 +35,7 @@ from greenroom.hf.attach.token_attention import (
 )
 from greenroom.hf.kv.single_token import count_token, layer_stamps, layer_states
 from greenroom.hf.model.graph_decoder import graph_decoder
-from greenroom.runtime.cuda.engine import Engine, device_errors
+from greenroom.runtime.cuda.engine import Engine, device_errors, is_out_of_memory
 from greenroom.runtime.cuda.piece_graph import Padded, PieceGraph
 from greenroom.runtime.cuda.token_graph import LayerStates, NoGraph, TokenGraph
 from greenroom.runtime.forward import BINDING, Binding, serve_token
@@ -240,20 +240,20 @@ class GraphPass:
             return out
         assert token.states is not None
         rows = [x[:, :, token.before - each.dropped] for each in token.states for x in each[:2]]
-        last, kept = list[Tensor](), False
+        last, success = list[Tensor](), False
         try:
             with device_errors("the graph of a token"):
                 last += [row.clone() for row in rows]
-                kept = self._try_graph(token, hidden, type(out))
+                success = self._try_graph(token, hidden, type(out))
         except NoGraph as reason:
             log.info("--device cuda: single tokens are no graph: %s", reason)
             self._refused = True
         except DeviceError as error:
-            if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            if not is_out_of_memory(error.__cause__):
                 raise
             log.warning("--device cuda: single tokens are no graph: %s", error)
             self._refused = True
-        if not kept and last:
+        if not success and last:
             for row, values in zip(rows, last, strict=True):
                 row.copy_(values)
         return out

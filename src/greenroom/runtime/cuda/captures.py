@@ -62,13 +62,13 @@ class GraphCaptures:
 
         def begin() -> None:
             graph = torch.cuda.CUDAGraph()
-            with _kept_if_it_fails(graph):
+            with _hold_failed_graph(graph):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             underway.append(graph)
 
         def end() -> None:
             if underway:  # none if an interrupt has come between two pieces
-                with _kept_if_it_fails(graph := underway.pop()):
+                with _hold_failed_graph(graph := underway.pop()):
                     graph.capture_end()
                 graphs.append(graph)
 
@@ -112,7 +112,7 @@ class GraphCaptures:
 
 
 @contextlib.contextmanager
-def _kept_if_it_fails(graph: Any) -> Iterator[None]:
+def _hold_failed_graph(graph: Any) -> Iterator[None]:
     """Keep a graph whose capture fails to begin or to end.
 
     Torch may take the graph and its pool for ones in use.

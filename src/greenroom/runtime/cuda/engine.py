@@ -291,9 +291,9 @@ def device_errors(what: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise DeviceError(out_of_memory(what, error)) from error
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise DeviceError(out_of_memory(what, error)) from error
         if not is_cuda_error(error):
             raise
         if "busy or unavailable" in str(error):
@@ -323,6 +323,14 @@ def out_of_memory(what: str, error: BaseException) -> str:
         f" {show_bytes(reserved)}, CUDA and other processes use {show_bytes(others)}: give a"
         " smaller --memory or --cache"
     )
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Check whether an exception says that a GPU's memory is full.
+
+    Torch's allocator raises a type of its own. The driver needs memory too, as for a graph.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error)
 
 
 def is_cuda_error(error: BaseException) -> bool:
