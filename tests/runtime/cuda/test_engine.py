@@ -442,6 +442,17 @@ def test_an_allocation_error_names_the_memory_of_other_processes(gpu, monkeypatc
     assert "smaller --memory" in str(caught.value)
 
 
+def test_a_driver_without_memory_is_no_failed_gpu(monkeypatch):
+    """A graph's first launch needs memory too; the process need not be started again."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    with (
+        pytest.raises(DeviceError, match="no room for the graph of a token: 1 MiB of 1 GiB"),
+        device_errors("the graph of a token"),
+    ):
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+
+
 @pytest.mark.parametrize(("named", "device"), [(" GPU 1 has a total capacity of 3", 1), ("", None)])
 def test_a_memory_error_has_the_figures_of_its_gpu(named, device, monkeypatch):
     asked: list[Any] = []
