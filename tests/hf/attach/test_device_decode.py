@@ -27,6 +27,7 @@ from greenroom.runtime.kernels.triton import TritonKernel
 from greenroom.runtime.kernels.triton.kernel import Launch
 from greenroom.runtime.slots.tier import ABSENT
 from greenroom.runtime.store.disk import Staging
+from tests.recorded_graphs import WAITING_OPERATIONS
 from tests.runtime.cuda.conftest import (
     _bfloat16_as_a_device_rounds_it,  # noqa: F401
     _products_whose_bits_depend_on_values_alone,  # noqa: F401
@@ -36,11 +37,6 @@ pytestmark = [
     pytest.mark.interpreted,
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the compiled ones"),
 ]
-# On a GPU these operations wait for the values of a tensor.
-WAITING_OPERATIONS = {
-    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim",
-    "_unique2", "unique_consecutive", "repeat_interleave",
-}  # fmt: skip
 WAITING_METHODS = (
     "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__",
 )  # fmt: skip

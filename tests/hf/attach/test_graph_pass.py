@@ -1,7 +1,7 @@
 """One token as one graph: the bits and counts of a pass without it; what keeps it from being one.
 
-The CPU stands in the GPU's place, where a graph is the same Python again, and Triton's interpreter
-runs the kernels.
+The CPU stands in the GPU's place, where a graph is recorded operations (`tests.recorded_graphs`),
+and Triton's interpreter runs the kernels.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import copy
 import functools
 import inspect
 import logging
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 pytest.importorskip("triton")
 
 from greenroom.errors import DeviceError, StoreError
+from greenroom.hf.attach.graph_pass import GraphPass
 from greenroom.hf.attach.token_attention import MARK, TokenAttention
 from greenroom.hf.kv.batch import Batch, is_near
 from greenroom.runtime.cuda.piece_graph import PieceGraph
@@ -26,6 +29,7 @@ from greenroom.runtime.cuda.token_graph import TokenGraph
 from tests.hf.attach.test_device_decode import check_table
 from tests.hf.memory.test_device import ids, placed
 from tests.models import cached_tiny, reference
+from tests.recorded_graphs import RecordedGraphs
 from tests.runtime.cuda.conftest import (
     _bfloat16_as_a_device_rounds_it,  # noqa: F401
     _products_whose_bits_depend_on_values_alone,  # noqa: F401
@@ -40,8 +44,10 @@ PROMPT, TOKENS = 5, 6
 Answer = tuple[torch.Tensor, dict[str, Any], int]
 
 
-def placed_lru(name: str, monkeypatch: Any, capacity: int) -> Any:
-    return placed(name, monkeypatch, kernels="triton", capacity=capacity, policy="lru")
+def placed_lru(name: str, monkeypatch: Any, capacity: int, engine: Any = None, **parts: Any) -> Any:
+    engine = engine or RecordedGraphs(monkeypatch)
+    parts = {"kernels": "triton", "capacity": capacity, "policy": "lru", **parts}
+    return placed(name, monkeypatch, engine, **parts)
 
 
 def tokens_of(model: Any, cache: Any, count: int, **options: Any) -> list[torch.Tensor]:
@@ -160,10 +166,9 @@ def test_pieces_have_the_bits_and_decisions_of_kernels(name, host_capacity, monk
     served, found = pieced(monkeypatch), list[Any]()
     for refused in (False, True):
         with (
-            placed(name, monkeypatch, kernels="triton", capacity=6, policy="lru",
-                   host_capacity=host_capacity) as model,
+            placed_lru(name, monkeypatch, 6, host_capacity=host_capacity) as model,
             torch.inference_mode(),
-        ):  # fmt: skip
+        ):
             cache = prompt(model)
             tokens_of(model, cache, 1)  # pieces are compared with it
             graph = model.greenroom.bindings._graph
@@ -214,6 +219,36 @@ def test_a_read_that_fails_between_pieces_ends_that_token_alone(monkeypatch):
         assert len(served) == 3
         assert before or all(map(torch.equal, got, expected))
         check_table(model.greenroom.driver)
+
+
+def test_a_read_that_fails_in_a_comparison_ends_no_token(monkeypatch):
+    """The token was computed before by the decoder's own forward; the next one is compared."""
+    served, answers = pieced(monkeypatch), []
+    for fails in (False, True):
+        with placed_lru("qwen3_moe", monkeypatch, 4) as model, torch.inference_mode():
+            cache, compute, failures = prompt(model), PieceGraph.compute, list[int]()
+            store = model.greenroom.driver._copier._store
+
+            def failing(self: PieceGraph, decode: Any) -> Any:
+                if not fails or failures:
+                    return compute(self, decode)
+                failures.append(1)
+
+                def fail(*_: Any) -> None:
+                    raise StoreError("Input/output error")
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(store, "read", fail)
+                    return compute(self, decode)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(PieceGraph, "compute", failing)
+                answers.append(tokens_of(model, cache, 6))
+            assert bool(failures) == fails
+            assert served
+            check_table(model.greenroom.driver)
+            served.clear()
+    assert all(map(torch.equal, *answers))
 
 
 def test_padding_is_computed_without_pieces(monkeypatch):
@@ -556,9 +591,7 @@ def test_bits_do_not_depend_on_options_that_exclude_graphs(monkeypatch):
     logits = []
     for policy in ("lru", "moe-infinity"):
         with (
-            placed(
-                "qwen3_moe", monkeypatch, kernels="triton", capacity=1000, policy=policy
-            ) as model,
+            placed_lru("qwen3_moe", monkeypatch, 1000, policy=policy) as model,
             torch.inference_mode(),
         ):
             graph = model.greenroom.bindings._graph
@@ -566,3 +599,176 @@ def test_bits_do_not_depend_on_options_that_exclude_graphs(monkeypatch):
             assert len(marks_of(model)) == model.config.num_hidden_layers
             logits.append(tokens_of(model, prompt(model), TOKENS))
     assert all(map(torch.equal, *logits))
+
+
+class Streams(RecordedGraphs):
+    """Graphs of a device whose threads may launch on several streams; `orders` between these."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        self.current, self.orders = "one", list[tuple[str, str]]()
+
+    def current_stream(self) -> str:
+        return self.current
+
+    def order(self, before: str, after: str) -> None:
+        self.orders.append((before, after))
+
+
+def test_a_token_on_another_stream_is_set_behind_the_one_before(monkeypatch):
+    """The graph may still read the id, the position and the addresses of the token before."""
+    engine, ordered = Streams(monkeypatch), list[Any]()
+    with (
+        placed_lru("qwen3_moe", monkeypatch, 6, engine) as model,
+        torch.inference_mode(),
+    ):
+        tokens_of(model, prompt(model), 4)
+        cache = prompt(model)
+        tokens_of(model, cache, 1)  # makes room for further ones, as no graph does
+        for name in ("set_cache", "set_inputs"):
+            set_one = getattr(TokenGraph, name)
+
+            def watched(self: TokenGraph, *arguments: Any, set_one: Any = set_one) -> None:
+                ordered.append(list(engine.orders))
+                set_one(self, *arguments)
+
+            monkeypatch.setattr(TokenGraph, name, watched)
+        engine.current = "two"
+        tokens_of(model, cache, 1)
+        assert ordered == [[("one", "two")]] * 2
+
+
+def test_a_cache_that_grows_meanwhile_does_not_exchange_the_graph(monkeypatch):
+    """The other graph may have addresses of a KV cache that is gone."""
+    replays = counted(monkeypatch)
+    with placed_lru("qwen3_moe", monkeypatch, 1000) as model, torch.inference_mode():
+        driver, first = model.greenroom.driver, prompt(model)
+        replayed(model, first, replays)
+        driver.resize(6)
+        second = prompt(model, 2)
+        tokens_of(model, second, 2)
+        read, main = GraphPass._read_call, threading.current_thread()
+
+        @torch.inference_mode()
+        def grow() -> None:
+            driver.resize(driver.pieces.experts)
+            prompt(model)
+            assert driver.resident.is_open
+
+        def read_and_grow(self: GraphPass, kwargs: Any) -> Any:
+            token = read(self, kwargs)
+            if threading.current_thread() is main:
+                thread = threading.Thread(target=grow)
+                thread.start()
+                thread.join()
+            return token
+
+        expected = tokens_of(model, copy.deepcopy(second), 1)
+        before = [layer.keys.clone() for layer in first.layers]
+        assert before[0].shape[2] > second.get_seq_length()
+        monkeypatch.setattr(GraphPass, "_read_call", read_and_grow)
+        got = tokens_of(model, second, 1)
+        assert torch.equal(got[0], expected[0])
+        assert all(map(torch.equal, before, [layer.keys for layer in first.layers]))
+
+
+def test_a_gpu_without_memory_for_a_graph_computes_without(monkeypatch, caplog):
+    """The token was computed already; neither it nor a later one is an error."""
+    logits, calls = list[Any](), list[str]()
+    allocator, driver = "CUDA out of memory.", "CUDA error: out of memory\nmore"
+    full: dict[str, Exception] = {
+        "__init__": torch.OutOfMemoryError(allocator),
+        "compute": torch.OutOfMemoryError(allocator),
+        "replay": RuntimeError(driver),
+    }
+
+    def refuse(at: str, *_: Any, **__: Any) -> Any:
+        calls.append(at)
+        raise full[at]
+
+    for at in (None, *full):
+        caplog.clear()
+        with (
+            placed_lru("qwen3_moe", monkeypatch, 6) as model,
+            torch.inference_mode(),
+            monkeypatch.context() as patch,
+            caplog.at_level(logging.WARNING),
+        ):
+            if at is not None:
+                patch.setattr(PieceGraph, at, functools.partial(refuse, at))
+            cache = prompt(model)
+            logits.append(tokens_of(model, cache, 3))
+            assert model.greenroom.bindings._graph._refused == (at is not None)
+            assert cache.layers[0].get_seq_length() == PROMPT + 3
+            problem = "single tokens are no graph: the GPU has no room for the graph"
+            assert (problem in caplog.text) == (at is not None)
+    assert all(all(map(torch.equal, logits[0], each)) for each in logits)
+    assert calls == [*full]
+
+
+def test_errors_of_a_graph_are_the_device_s(monkeypatch):
+    """As those of kernels are: they say what to do, and servers know them."""
+    with placed_lru("qwen3_moe", monkeypatch, 6) as model, torch.inference_mode():
+        cache = prompt(model)
+        tokens_of(model, cache, 2)
+        pieces = model.greenroom.bindings._graph._threads.pieces
+
+        def fail() -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+        pieces._pieces[1] = fail
+        with pytest.raises(DeviceError, match="the GPU failed: CUDA error: an illegal memory"):
+            tokens_of(model, cache, 1)
+
+
+def test_an_expert_that_loses_its_slot_is_no_reason_to_refuse_a_graph(monkeypatch, caplog):
+    """Another thread may resize the cache while the first token is compared."""
+    compute, replays = TokenGraph.compute, counted(monkeypatch)
+    with (
+        placed_lru("qwen3_moe", monkeypatch, 1000) as model,
+        torch.inference_mode(),
+        caplog.at_level(logging.WARNING),
+    ):
+        shrinks = list[int]()
+
+        def shrink(self: TokenGraph, decode: Any) -> Any:
+            shrinks.append(1)
+            model.greenroom.driver.changes.table.trim(0)
+            return compute(self, decode)
+
+        monkeypatch.setattr(TokenGraph, "compute", shrink)
+        tokens_of(model, prompt(model), 2)
+        assert shrinks
+        assert not replays
+        assert not model.greenroom.bindings._graph._refused
+    assert not caplog.records
+
+
+def test_a_graph_follows_weights_that_are_replaced(monkeypatch):
+    """At the next request; a graph reads the memory that weights had when it was captured."""
+    logits = []
+    for refused in (False, True):
+        with placed_lru("qwen3_moe", monkeypatch, 6) as model, torch.inference_mode():
+            graph, found, threads = model.greenroom.bindings._graph, list[Any](), list[Any]()
+            graph._refused = refused
+            for replaced in (False, True, False):
+                if replaced:
+                    weight = model.model.layers[0].self_attn.q_proj.weight
+                    weight.data = weight.data * 1.5
+                cache = prompt(model)
+                found += tokens_of(model, cache, 2)  # the second one can be a graph
+                assert graph._refused == refused
+                assert (graph._threads.pieces is None) == refused
+                threads.append(graph._threads)
+            assert len({*map(id, threads)}) == (1 if refused else 2)
+            logits.append(found)
+    assert all(map(torch.equal, *logits))
+
+
+def test_a_model_that_is_detached_has_no_graph(monkeypatch):
+    """Its memory would stay until Python's collector finds it."""
+    with placed_lru("qwen3_moe", monkeypatch, 6) as model, torch.inference_mode():
+        tokens_of(model, prompt(model), 2)
+        pieces = weakref.ref(model.greenroom.bindings._graph._threads.pieces)
+        assert pieces() is not None
+    assert pieces() is None

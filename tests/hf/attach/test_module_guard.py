@@ -14,6 +14,7 @@ from torch import nn
 
 import greenroom
 from greenroom.errors import ClosedError, UnsupportedCall
+from greenroom.hf.attach import module_guard
 from tests.hf.conftest import one_line
 from tests.models import cached_tiny, reference
 
@@ -289,3 +290,30 @@ def test_detached_a_second_time_nothing_happens_and_its_state_says_so(fresh):
     assert cache.stats().expert_requests == before.expert_requests
     with pytest.raises(ClosedError, match=r"not attached.*materialize\(\)"):
         fresh(PROMPT)
+
+
+def test_weights_and_submodules_that_are_replaced_are_a_change():
+    def parameter(weight: torch.Tensor) -> nn.Parameter:
+        return nn.Parameter(weight.clone(), requires_grad=False)
+
+    def replace(root: Any) -> None:
+        root[1][0].weight = parameter(root[1][0].weight)
+
+    def move(root: Any) -> None:
+        root[1][0].weight.data = root[1][0].weight.data.clone()
+
+    def wrap(root: Any) -> None:
+        root[1][0] = nn.Sequential(root[1][0])
+
+    def register(root: Any) -> None:
+        root[1].register_buffer("scale", torch.ones(1))
+
+    def write(root: Any) -> None:
+        root[1][0].weight.data.mul_(2)
+
+    for change in (replace, move, wrap, register, write):
+        root = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2, bias=False)))
+        is_changed = module_guard.make_change_check(root)
+        assert not is_changed()
+        change(root)
+        assert is_changed() == (change is not write)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 from collections import Counter
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from greenroom.errors import DeviceError
+from greenroom.runtime.cuda import captures
 from greenroom.runtime.cuda import engine as module
 from greenroom.runtime.cuda.engine import Cuda, device_errors, pci_address
 
@@ -126,8 +128,8 @@ def test_graphs_that_fail_spoil_no_later_ones_until_there_are_several(gpu, strea
     first, failed_with, new, shared = Graph.pools
     assert (first, new) == (None, None)  # torch takes the pool of a failed graph for one in use
     assert shared is not failed_with
-    works = [gpu.capture(refuse) for _ in range(2 * module.MOST_FAILURES)]
-    assert len(caplog.records) == module.MOST_FAILURES
+    works = [gpu.capture(refuse) for _ in range(2 * captures.MOST_FAILURES)]
+    assert len(caplog.records) == captures.MOST_FAILURES
     assert gpu.capture(print) == print
 
 
@@ -170,9 +172,95 @@ def test_pieces_that_fail_are_none(gpu, streams, monkeypatch, caplog):
     assert "kernel by kernel: CUDA error: operation not permitted" in caplog.text
     with pytest.raises(KeyboardInterrupt):
         gpu.capture_in_pieces(lambda cut: (_ for _ in ()).throw(KeyboardInterrupt))
-    for _ in range(2 * module.MOST_FAILURES):
+    for _ in range(2 * captures.MOST_FAILURES):
         gpu.capture_in_pieces(work)
-    assert len(caplog.records) == module.MOST_FAILURES
+    assert len(caplog.records) == captures.MOST_FAILURES
+
+
+@pytest.mark.parametrize("error", [DeviceError, torch.OutOfMemoryError])
+def test_a_graph_that_has_no_memory_is_no_error_and_keeps_none(gpu, streams, monkeypatch, error):
+    """Errors of experts' kernels are DeviceErrors within a pass, also where memory is short."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    failed = len(captures._failed_graphs)
+
+    def work(cut: Any = lambda: None) -> None:
+        cut()
+        raise error("the GPU is out of memory")
+
+    assert gpu.capture(work) == work
+    assert gpu.capture_in_pieces(work) is None
+    assert len(captures._failed_graphs) == failed  # their captures have ended
+
+
+def test_a_capture_that_does_not_end_is_kept(gpu, streams, monkeypatch):
+    """Torch may take its memory for memory in use."""
+
+    def refuse(graph: Graph, *_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    for name in ("capture_end", "capture_begin"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Graph, name, refuse)
+            failed = len(captures._failed_graphs)
+            assert gpu.capture(print) == print
+            assert len(captures._failed_graphs) == failed + 1
+
+
+def test_an_interrupt_between_two_pieces_is_not_taken_for_a_failure(gpu, streams, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    underway, begin, end = set[int](), Graph.capture_begin, Graph.capture_end
+
+    def begun(graph: Graph, **options: Any) -> None:
+        if underway_once:
+            raise KeyboardInterrupt
+        underway_once.append(1)
+        underway.add(id(graph))
+        begin(graph, **options)
+
+    def ended(graph: Graph) -> None:
+        if id(graph) not in underway:
+            raise RuntimeError("Invalid capture.")
+        underway.remove(id(graph))
+        end(graph)
+
+    underway_once = list[int]()
+    monkeypatch.setattr(Graph, "capture_begin", begun)
+    monkeypatch.setattr(Graph, "capture_end", ended)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.capture_in_pieces(lambda cut: cut())
+    assert not underway
+    assert gpu._failures == 0
+
+
+def test_python_collects_no_garbage_within_a_capture(gpu, streams):
+    """What it finalises may free memory or wait for the device, which CUDA refuses then."""
+    collects, gone = list[bool](), list[int]()
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            gone.append(1)
+
+    def work() -> None:
+        collects.append(gc.isenabled())
+        Cycle()
+        assert len([[] for _ in range(100_000)]) > sum(gc.get_threshold())
+        assert not gone
+
+    gpu.capture(work)
+    assert collects == [False]
+    assert gc.isenabled()
+    with pytest.raises(KeyboardInterrupt):
+        gpu.capture(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        gpu.capture(work)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_memory_is_released_when_no_graph_is_captured(gpu, streams, monkeypatch):
@@ -352,6 +440,17 @@ def test_an_allocation_error_names_the_memory_of_other_processes(gpu, monkeypatc
         gpu.empty(2 << 30)
     assert "this process uses 2 GiB, CUDA and other processes use 21 GiB" in str(caught.value)
     assert "smaller --memory" in str(caught.value)
+
+
+def test_a_driver_without_memory_is_no_failed_gpu(monkeypatch):
+    """A graph's first launch needs memory too; the process need not be started again."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    with (
+        pytest.raises(DeviceError, match="no room for the graph of a token: 1 MiB of 1 GiB"),
+        device_errors("the graph of a token"),
+    ):
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
 
 
 @pytest.mark.parametrize(("named", "device"), [(" GPU 1 has a total capacity of 3", 1), ("", None)])

@@ -273,6 +273,11 @@ class Bindings:
             for _ in range(2):  # the second call needs more kernels
                 launches.start(x, index, weights)
 
+    def check_weights(self) -> None:
+        """Let the graph of a token follow weights that were replaced since the last request."""
+        if self._graph is not None:
+            self._graph.check_weights()
+
     def detach(self) -> None:
         """Disconnect all experts modules and remove compiled layers; a second call does nothing."""
         for module in self.modules:
@@ -281,3 +286,4 @@ class Bindings:
         for part in (self.shared, self.accelerated, self._routers, self._graph):
             if part is not None:
                 part.detach()
+        self._graph = None

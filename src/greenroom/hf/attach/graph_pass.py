@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import output_capturing
 
+from greenroom.errors import DeviceError, StoreError
 from greenroom.hf.attach import shared
+from greenroom.hf.attach.module_guard import make_change_check
 from greenroom.hf.attach.token_attention import (
     GraphCache,
     compile_attention,
@@ -33,7 +35,7 @@ from greenroom.hf.attach.token_attention import (
 )
 from greenroom.hf.kv.single_token import count_token, layer_stamps, layer_states
 from greenroom.hf.model.graph_decoder import graph_decoder
-from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.engine import Engine, device_errors, is_out_of_memory
 from greenroom.runtime.cuda.piece_graph import Padded, PieceGraph
 from greenroom.runtime.cuda.token_graph import LayerStates, NoGraph, TokenGraph
 from greenroom.runtime.forward import BINDING, Binding
@@ -53,6 +55,7 @@ class _Token(NamedTuple):
     before: the number of tokens before it
     stamps: those of the KV cache's `layers`
     states: where these store keys and values; None: where the graph knows
+    graph:  that of the thread for the cache as it was; None: there is none yet
     """
 
     ids: Tensor
@@ -63,6 +66,7 @@ class _Token(NamedTuple):
     stamps: list[int]
     states: Sequence[LayerStates] | None
     cache: Any
+    graph: TokenGraph | None
 
 
 class _Graphs(threading.local):
@@ -111,6 +115,7 @@ class GraphPass:
         self._layers: int = config.num_hidden_layers
         self._original: Callable[..., Any] = decoder.forward
         self._threads, self._refused = _Graphs(), False
+        self._changed: Callable[[], bool] | None = None  # since the first graph was made
         self._last_hook, self._hooked = -1, False  # the number of the last hook when they were seen
         self._inputs = inputs
         replace_attention(decoder)  # also without graphs: bits do not depend on a run's options
@@ -146,13 +151,19 @@ class GraphPass:
         """Give the decoder its own forward and attention back."""
         self._decoder.__dict__.pop("forward", None)
         restore_attention(self._decoder)
+        self._threads = _Graphs()  # whose graphs have memory
+
+    def check_weights(self) -> None:
+        """Make new graphs if the decoder has other weights or submodules than theirs."""
+        if self._changed is not None and self._changed():
+            self._changed, self._threads = None, _Graphs()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the decoder's output, as its own forward does."""
         token = None if args or self._refused else self._read_call(kwargs)
         if token is None:
             return self._original(*args, **kwargs)
-        threads, graph = self._threads, self._graph
+        threads, graph = self._threads, token.graph  # another thread may resize the cache
         if graph is None:
             deferred = self._driver.deferred
             deferred.without_host = True  # a CPU rounds in another way
@@ -160,10 +171,11 @@ class GraphPass:
                 return self._compare(token, kwargs)
             finally:
                 deferred.without_host = False
-        if isinstance(graph, PieceGraph):
-            hidden = self._replay_pieces(graph, token)
-        else:
-            hidden = None if threads.missed else self._replay(graph, token)
+        with device_errors():
+            if isinstance(graph, PieceGraph):
+                hidden = self._replay_pieces(graph, token)
+            else:
+                hidden = None if threads.missed else self._replay(graph, token)
         if hidden is None:
             return self._load_missing(kwargs)
         return threads.output(**{HIDDEN: hidden, CACHE: token.cache})
@@ -216,7 +228,7 @@ class GraphPass:
             return None
         if before + 1 > self._room or (positions is not None and positions.shape != (1, 1)):
             return None
-        return _Token(ids, positions, mask, layers, before, stamps, states, cache)
+        return _Token(ids, positions, mask, layers, before, stamps, states, cache, graph)
 
     def _has_hooks(self) -> bool:
         """Check whether a submodule of the decoder has a hook, which a graph would not call."""
@@ -241,30 +253,52 @@ class GraphPass:
             return out
         assert token.states is not None
         rows = [x[:, :, token.before - each.dropped] for each in token.states for x in each[:2]]
-        last = [row.clone() for row in rows]
+        last, success = list[Tensor](), False
         try:
-            graph = self._make_graph(hidden)
-            self._set_token(graph, token)
-            results, decode = [], partial(self._decode, graph)
-            for compute in (graph.compute, graph.replay):  # kernel by kernel, then as a graph
-                if isinstance(graph, PieceGraph):
-                    results.append(compute(decode))
-                    continue
-                # Under the lock of steps: another thread's `close` must not free slots meanwhile.
-                results.append(self._driver.device_steps.launch(partial(compute, decode)))
-                graph.read_reports()
-            if all(torch.equal(each, hidden) for each in results):
-                self._keep(graph)
-                self._threads.output = type(out)
-                return out
-            what = type(self._decoder).__name__
-            log.warning("--device cuda: single tokens of %s have other bits as a graph", what)
+            with device_errors("the graph of a token"):
+                last += [row.clone() for row in rows]
+                success = self._try_graph(token, hidden, type(out))
         except NoGraph as reason:
             log.info("--device cuda: single tokens are no graph: %s", reason)
-        self._refused = True
-        for row, values in zip(rows, last, strict=True):
-            row.copy_(values)
+            self._refused = True
+        except StoreError as error:  # a later token is compared
+            log.info("--device cuda: no graph of this token: %s", error)
+        except DeviceError as error:
+            if not is_out_of_memory(error.__cause__):
+                raise
+            log.warning("--device cuda: single tokens are no graph: %s", error)
+            self._refused = True
+        if not success and last:
+            for row, values in zip(rows, last, strict=True):
+                row.copy_(values)
         return out
+
+    def _try_graph(self, token: _Token, hidden: Tensor, output: Callable[..., Any]) -> bool:
+        """Make a graph, and keep it if a token has the result `hidden`; return whether it is kept.
+
+        If another thread has taken an expert's slot meanwhile, a later token is compared.
+        """
+        graph = self._make_graph(hidden)
+        self._set_token(graph, token)
+        results, decode = [], partial(self._decode, graph)
+        for compute in (graph.compute, graph.replay):  # kernel by kernel, then as a graph
+            if isinstance(graph, PieceGraph):
+                results.append(compute(decode))
+                continue
+            # Under the lock of steps: another thread's `close` must not free slots meanwhile.
+            results.append(self._driver.device_steps.launch(partial(compute, decode)))
+            if not graph.read_reports():
+                return False
+        if not all(torch.equal(each, hidden) for each in results):
+            what = type(self._decoder).__name__
+            log.warning("--device cuda: single tokens of %s have other bits as a graph", what)
+            self._refused = True
+            return False
+        if self._changed is None:
+            self._changed = make_change_check(self._decoder)
+        self._keep(graph)
+        self._threads.output = output
+        return True
 
     def _keep(self, graph: TokenGraph) -> None:
         if isinstance(graph, PieceGraph):
@@ -298,6 +332,7 @@ class GraphPass:
     def _set_token(self, graph: TokenGraph, token: _Token) -> None:
         """Set what a graph computes next, behind all that the scheduler has yet to serve."""
         self._driver.deferred.settle()
+        self._driver.changes.follow_stream()  # the graph may still run on the one before
         if token.states is not None:
             graph.set_cache(token.stamps, token.states)
         graph.set_inputs(token.ids, token.positions, token.mask, token.before)

@@ -96,6 +96,31 @@ def make_address_check(
     return check
 
 
+def make_change_check(root: nn.Module) -> Callable[[], bool]:
+    """Return a function that tells whether a module has other weights or submodules than now.
+
+    Values that are written in place are no change.
+    """
+
+    def read() -> tuple[list[Any], list[int]]:
+        modules = list(root.modules())
+        weights = [
+            weight
+            for module in modules
+            for weight in (*module._parameters.values(), *module._buffers.values())
+            if weight is not None
+        ]
+        return [*modules, *weights], [weight.data_ptr() for weight in weights]
+
+    objects, addresses = read()
+
+    def changed() -> bool:
+        now, at = read()
+        return addresses != at or list(map(id, now)) != list(map(id, objects))
+
+    return changed
+
+
 def _holds(module: nn.Module) -> bool:
     """Check whether a module's own weights are on disk, or are stored quantised."""
     return bool(detached_parameters(module)) or stored_weight(module) is not None

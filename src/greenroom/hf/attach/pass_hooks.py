@@ -158,6 +158,7 @@ class PassHooks:
             self.between_requests()
         if self._request != before:
             self.check_weights()
+            self._bindings.check_weights()
         prompt, variants = max(lengths) > 1, self._bindings.variants
         for observer in self.observers:
             observer.on_pass(self._request, prompt, len(caches) * int(batch))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from greenroom.config import show_bytes
 from greenroom.errors import DeviceError
+from greenroom.runtime.cuda.captures import GraphCaptures, capture_lock
 from greenroom.runtime.memory.numa import node_of
 from greenroom.runtime.memory.system import available_bytes, trim_heap
 
@@ -27,12 +28,6 @@ log = logging.getLogger(__name__)
 
 Mark = Any  # an event in a stream; None is one that has passed
 _FOR_ALL = 1  # cudaHostRegisterPortable: registered for every device
-# Torch has 32 streams of each priority on a device and gives them out in turn. Copies have streams
-# of priority 0; so what other threads copy meanwhile never becomes part of a graph.
-_CAPTURE_PRIORITY = -1
-MOST_FAILURES = 3  # graphs that cannot be captured, until no further one is tried
-_capture_lock = threading.Lock()  # torch admits one capture in a process
-_failed_graphs: list[Any] = []
 
 
 class Engine:
@@ -150,7 +145,7 @@ class Engine:
         """Unpin host memory that `register` pinned."""
 
 
-class Cuda(Engine):
+class Cuda(GraphCaptures, Engine):
     """Engine of a CUDA GPU.
 
     Each thread that copies has a stream of its own, so that one copy is on its way while another
@@ -158,9 +153,6 @@ class Cuda(Engine):
     """
 
     makes_graphs = True
-    _capture_stream: Any = None
-    _first_graph: Any = None  # kept, because all graphs share its memory for temporary tensors
-    _failures = 0  # graphs that could not be captured
 
     def __init__(self, index: int = 0) -> None:
         with device_errors():
@@ -181,7 +173,7 @@ class Cuda(Engine):
 
     def release(self) -> None:
         # Torch refuses during a capture, and for good after one that has failed.
-        with _capture_lock, device_errors():
+        with capture_lock, device_errors():
             try:
                 torch.cuda.empty_cache()
             except RuntimeError as error:
@@ -243,67 +235,6 @@ class Cuda(Engine):
         with device_errors():
             after.wait_stream(before)
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        if self._failures == MOST_FAILURES:
-            return work
-        graph = torch.cuda.CUDAGraph()
-        self._choose_capture_stream()
-        # Graphs run one after another, so one pool does; of 2 MiB, which is not in the budget.
-        pool = None if self._first_graph is None else self._first_graph.pool()
-        try:  # not `torch.cuda.graph`, which waits for the device and collects garbage
-            with _capture_lock, torch.cuda.stream(self._capture_stream):
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    work()
-                finally:
-                    graph.capture_end()
-        except RuntimeError as error:
-            # Torch may take this graph and its pool for ones in use: keep it, and take a new pool.
-            self._failures, self._first_graph = self._failures + 1, None
-            _failed_graphs.append(graph)
-            log.warning("--device cuda: work is launched kernel by kernel: %s", first_line(error))
-            return work
-        self._first_graph = self._first_graph or graph
-        replay: Callable[[], None] = graph.replay
-        return replay
-
-    def capture_in_pieces(
-        self, work: Callable[[Callable[[], None]], None]
-    ) -> list[Callable[[], None]] | None:
-        if self._failures == MOST_FAILURES:
-            return None
-        # A pool of their own: what one piece leaves for the next outlives other graphs between.
-        graphs, pool = list[Any](), torch.cuda.graph_pool_handle()
-
-        def begin() -> None:
-            graphs.append(torch.cuda.CUDAGraph())
-            graphs[-1].capture_begin(pool=pool, capture_error_mode="thread_local")
-
-        def cut() -> None:
-            graphs[-1].capture_end()
-            begin()
-
-        self._choose_capture_stream()
-        try:
-            with _capture_lock, torch.cuda.stream(self._capture_stream):
-                begin()
-                try:
-                    work(cut)
-                finally:
-                    graphs[-1].capture_end()
-        except RuntimeError as error:
-            self._failures += 1
-            _failed_graphs.extend(graphs)
-            log.warning("--device cuda: work is launched kernel by kernel: %s", first_line(error))
-            return None
-        return [graph.replay for graph in graphs]
-
-    def _choose_capture_stream(self) -> None:
-        """Choose a stream for captures on which no other thread launches work."""
-        current = torch.cuda.current_stream(self.device)
-        if self._capture_stream in (None, current):
-            self._capture_stream = torch.cuda.Stream(self.device, priority=_CAPTURE_PRIORITY)
-
     def is_idle(self, stream: Any) -> bool:
         with device_errors():
             return bool(stream.query())
@@ -360,9 +291,9 @@ def device_errors(what: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise DeviceError(out_of_memory(what, error)) from error
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise DeviceError(out_of_memory(what, error)) from error
         if not is_cuda_error(error):
             raise
         if "busy or unavailable" in str(error):
@@ -392,6 +323,14 @@ def out_of_memory(what: str, error: BaseException) -> str:
         f" {show_bytes(reserved)}, CUDA and other processes use {show_bytes(others)}: give a"
         " smaller --memory or --cache"
     )
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Check whether an exception says that a GPU's memory is full.
+
+    Torch's allocator raises a type of its own. The driver needs memory too, as for a graph.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error)
 
 
 def is_cuda_error(error: BaseException) -> bool:

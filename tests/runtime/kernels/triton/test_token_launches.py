@@ -17,7 +17,7 @@ from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
-from greenroom.runtime.kernels.triton import look_up, one_token, programs
+from greenroom.runtime.kernels.triton import look_up, one_token, programs, token_launches
 from greenroom.runtime.kernels.triton.kernel import Launch
 from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
 from greenroom.runtime.slots.tier import ABSENT
@@ -133,6 +133,50 @@ def test_no_slot_changes_between_a_look_up_and_its_products(rig, name):
     done = [name for name, _ in rig.engine.did if "waits" not in name]
     assert done == ["look-up", "product", "product", "sum", "mark"]
     assert rig.table.slot_of(0) == -1
+
+
+class Selected:
+    """What `torch.cuda.device` is: a context that remembers one device, the one before."""
+
+    current = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.before = -1
+
+    def __enter__(self) -> None:
+        self.before, Selected.current = Selected.current, 1
+
+    def __exit__(self, *_: Any) -> None:
+        Selected.current = self.before
+
+
+def test_a_thread_has_its_own_device_again_behind_the_launches(monkeypatch):
+    """The model's GPU may be another one. A token's capture runs all of them within `in_order`."""
+    monkeypatch.setattr(token_launches, "on_device", Selected)
+    rig = Rig(monkeypatch)
+    token = torch.zeros(1, HIDDEN), torch.tensor([[0, 1]]), torch.ones(1, TOP_K)
+    with rig.launches.in_order():
+        rig.launches.run(*token)
+    assert Selected.current == 0
+    for each in (rig.launches.start, rig.launches.start_kernels):
+        each(*token)
+    rig.launches.start_piece(rig.launches._compute)
+    rig.launches.capture_again()
+    rig.launches.start_again([])
+    rig.launches.result()
+    assert Selected.current == 0
+
+
+def test_launches_in_a_larger_graph_have_one_graph_more(rig, monkeypatch):
+    """Its memory and the time of its capture are spent for each layer."""
+    captured = []
+    monkeypatch.setattr(
+        Streams, "capture", lambda engine, work: captured.append(work) or "graph", raising=False
+    )
+    rig.launches.start_kernels(torch.zeros(1, HIDDEN), torch.tensor([[0, 1]]), torch.ones(1, TOP_K))
+    rig.launches.capture_again()
+    assert captured == [rig.launches._compute_again]
+    assert rig.launches._sequences[1] == "graph"
 
 
 def test_launches_that_were_interrupted_do_not_spoil_later_ones(rig):

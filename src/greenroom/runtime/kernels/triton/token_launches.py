@@ -126,7 +126,8 @@ class TokenLaunches:
 
         Nothing else uses these launches. Arguments are those of `start`.
         """
-        with self._table.lock, self._on_device:
+        # Within `in_order` too: torch's contexts cannot be entered twice.
+        with self._table.lock, on_device(self._x.device):
             self._x.copy_(x)
             self._index.copy_(index)
             self._weights.copy_(weights)
@@ -151,7 +152,8 @@ class TokenLaunches:
     def capture_again(self) -> None:
         """Make a graph of the launches of `start_again`, for launches that are in a graph."""
         with self.in_order():
-            self._capture()
+            self._launch_again()
+            self._sequences = self._compute, self._engine.capture(self._compute_again)
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
@@ -188,12 +190,15 @@ class TokenLaunches:
     def _capture(self) -> None:
         """Make a graph of each sequence of launches, after all of its kernels were compiled."""
         self._in_graphs = True
+        self._launch_again()
+        self._sequences = [self._engine.capture(each) for each in self._sequences]
+
+    def _launch_again(self) -> None:
+        """Launch `_compute_again` for the previous token, whose result does not change."""
         if self._changed:  # those of the previous token, which the device may still read
             self._engine.wait(self._engine.mark())
             self._hand_over_changes()
-        # For the previous token, whose result does not change.
         self._look_up_by(self._compute_again)
-        self._sequences = [self._engine.capture(each) for each in self._sequences]
 
     def _look_up_by(self, launch: Work) -> None:
         """Launch a sequence that begins with a look-up, and count the look-up.
