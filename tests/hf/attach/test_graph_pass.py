@@ -221,34 +221,37 @@ def test_a_read_that_fails_between_pieces_ends_that_token_alone(monkeypatch):
         check_table(model.greenroom.driver)
 
 
+def answers_of(monkeypatch: pytest.MonkeyPatch, failures: int) -> list[torch.Tensor]:
+    """The logits of tokens, of which the first ones' comparisons cannot read an expert."""
+    compute, failed = PieceGraph.compute, list[int]()
+    with placed_lru("qwen3_moe", monkeypatch, 4) as model, torch.inference_mode():
+        store = model.greenroom.driver._copier._store
+
+        def fail(*_: Any) -> None:
+            raise StoreError("Input/output error")
+
+        def failing(self: PieceGraph, decode: Any) -> Any:
+            with monkeypatch.context() as patch:
+                if len(failed) < failures:
+                    failed.append(1)
+                    patch.setattr(store, "read", fail)
+                return compute(self, decode)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PieceGraph, "compute", failing)
+            logits = tokens_of(model, prompt(model), 6)
+        check_table(model.greenroom.driver)
+    assert len(failed) == failures
+    return logits
+
+
 def test_a_read_that_fails_in_a_comparison_ends_no_token(monkeypatch):
     """The token was computed before by the decoder's own forward; the next one is compared."""
-    served, answers = pieced(monkeypatch), []
-    for fails in (False, True):
-        with placed_lru("qwen3_moe", monkeypatch, 4) as model, torch.inference_mode():
-            cache, compute, failures = prompt(model), PieceGraph.compute, list[int]()
-            store = model.greenroom.driver._copier._store
-
-            def failing(self: PieceGraph, decode: Any) -> Any:
-                if not fails or failures:
-                    return compute(self, decode)
-                failures.append(1)
-
-                def fail(*_: Any) -> None:
-                    raise StoreError("Input/output error")
-
-                with monkeypatch.context() as patch:
-                    patch.setattr(store, "read", fail)
-                    return compute(self, decode)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(PieceGraph, "compute", failing)
-                answers.append(tokens_of(model, cache, 6))
-            assert bool(failures) == fails
-            assert served
-            check_table(model.greenroom.driver)
-            served.clear()
-    assert all(map(torch.equal, *answers))
+    served = pieced(monkeypatch)
+    expected = answers_of(monkeypatch, 0)
+    before = len(served)
+    assert all(map(torch.equal, answers_of(monkeypatch, 2), expected))
+    assert len(served) == 2 * before - 2
 
 
 def test_padding_is_computed_without_pieces(monkeypatch):
