@@ -224,7 +224,7 @@ def test_a_read_that_fails_between_pieces_ends_that_token_alone(monkeypatch):
 def answers_of(monkeypatch: pytest.MonkeyPatch, failures: int) -> list[torch.Tensor]:
     """The logits of tokens, of which the first ones' comparisons cannot read an expert."""
     compute, failed = PieceGraph.compute, list[int]()
-    with placed_lru("qwen3_moe", monkeypatch, 4) as model, torch.inference_mode():
+    with placed_lru("qwen3_moe", monkeypatch, 3) as model, torch.inference_mode():
         store = model.greenroom.driver._copier._store
 
         def fail(*_: Any) -> None:
