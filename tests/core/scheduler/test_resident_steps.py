@@ -102,6 +102,25 @@ def test_a_step_needs_events_while_there_is_more_to_decide():
     assert scheduler.resident_steps.serve(event, 0.0) is None  # each device has its own group
 
 
+def test_experts_of_a_step_are_pinned_while_a_thread_computes_them():
+    """All slots are in use, so a prediction gets none; after the step it does."""
+    scheduler = Scheduler(pieces(), 4, policy("lru"), lanes=1, ahead=1)
+    event = Routed(0, 0, ids(0, 1, 2, 3))
+    carry_out(scheduler, scheduler.on(event))
+    residents = scheduler.resident_steps
+    for number in (1, 2):
+        event = replace(event, step=number)
+        assert residents.serve(event, 0.0) is not None
+        residents.pin(event.experts)
+        assert scheduler.on(Predicted(1, ids(int(OFFSETS[1])))) == []
+        if number == 2:  # an interrupt came before the end of the first one
+            residents.unpin()
+            residents.unpin()
+    assert not scheduler.placement.cache.state.pinned.any()
+    (chunk,) = scheduler.on(Predicted(1, ids(int(OFFSETS[1]))))
+    assert isinstance(chunk, StartChunk)
+
+
 def in_turn(scheduler: Scheduler, event: Routed, before: bool) -> list[Action]:
     """Run a step, what is in slots computed before it, or first; return all other actions."""
     has_slot, entries = scheduler.placement.has_slot, scheduler.transfers.entries

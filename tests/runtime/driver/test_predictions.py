@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 
+import numpy as np
 import pytest
 
 from greenroom.errors import ClosedError, StoreError
@@ -180,6 +181,32 @@ def test_a_predictor_observes_steps_that_need_no_event(rig, worker):
     assert handled == []
     assert r.scheduler.counts.prefetches == 0
     assert not predictions.foresight.on
+
+
+def test_a_prediction_evicts_no_expert_that_is_computed_without_events(rig):
+    """It may be of another thread, or of a worker that is late; here all slots are in use."""
+    r = ahead(rig, lambda layer: [], guard=True)
+    r.driver.predictions.start_off()
+    everything = [*range(8)]
+    r.begin()
+    r.step(0, *everything)
+
+    def predict() -> None:
+        r.driver.predictions.announce_routing(1, r.pieces.offsets[1] + np.array([3]))
+
+    def compute(experts: np.ndarray, slots: np.ndarray) -> None:
+        in_time(predict)
+        r.settle()
+        r.compute(experts, slots)
+
+    r.driver.end_pass()
+    for _ in range(2):
+        r.begin()
+        r.step(0, *everything, compute=compute)
+        r.driver.end_pass()
+    assert r.scheduler.counts.prefetches == 0
+    r.step(1, 3)
+    r.check()
 
 
 def test_a_driver_without_a_guard_always_predicts(rig):

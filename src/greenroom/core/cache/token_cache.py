@@ -51,6 +51,11 @@ class TokenCache(Cache):
         self._last_seen[0] = request, index + pieces.size
         return slots
 
+    def pin_step(self, pieces: Ints) -> None:
+        """Pin the pieces of a step that `serve_hits` has served, until `release`."""
+        self.pin_hits()
+        self._unpinned = pieces  # which costs nothing, unless a victim is chosen
+
     def load(
         self,
         pieces: Ints,

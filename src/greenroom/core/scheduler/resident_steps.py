@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from greenroom.core.cache.all_resident import AllResident
+from greenroom.core.cache.cache import NO_PIECES
 from greenroom.core.cache.placement import Placement
 from greenroom.core.counts import Counts
 from greenroom.core.events import Routed
@@ -35,6 +36,7 @@ class ResidentSteps:
     """
 
     path: AllResident | None = None
+    _pinned: Ints = NO_PIECES  # of the step that a thread computes
 
     def __init__(
         self,
@@ -80,6 +82,22 @@ class ResidentSteps:
         self._counts.hits += slots.size
         place: Ints = placement.tier_slots[slots]
         return place
+
+    def pin(self, experts: Ints) -> None:
+        """Pin the experts of a step that was served, while a thread computes from their slots.
+
+        A prediction of another thread may evict experts meanwhile.
+        """
+        self.unpin()  # in case of an interrupt
+        if self.path is None and self._placement.buffer.size:
+            self._pinned = experts
+            self._placement.cache.pin_step(experts)
+
+    def unpin(self) -> None:
+        """End `pin`, if it has pinned anything."""
+        if self._pinned.size:
+            pinned, self._pinned = self._pinned, NO_PIECES
+            self._placement.cache.release(pinned)
 
     def report(self) -> None:
         """Report the served steps to the policy now; else it learns of them at the next miss."""

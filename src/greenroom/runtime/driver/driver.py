@@ -186,8 +186,12 @@ class Driver:
                 tail_weights, prepare_host_job is None, frozenset(first + e for e in computed),
             )  # fmt: skip
             if (slots := self._resident_slots(event)) is not None:
-                self.predictions.observe(passes.number, layer, observe_routing)
-                self._compute_group(ComputeGroup(pieces, slots), compute, experts, slots)
+                try:
+                    self.predictions.observe(passes.number, layer, observe_routing)
+                    self._compute_group(ComputeGroup(pieces, slots), compute, experts, slots)
+                finally:
+                    with self.lock:
+                        self.scheduler.resident_steps.unpin()
                 return
             self._overlapped_work, self._error = overlapped_work, None
             misses = self.scheduler.view.misses
@@ -204,10 +208,13 @@ class Driver:
                 raise self._error or read_error(action.failed)
 
     def _resident_slots(self, event: Routed) -> np.ndarray | None:
-        """Serve a step without events; return its slots, None if it needs events."""
+        """Serve a step without events and pin its experts; return their slots, or None."""
         with self.lock:
             residents, predicts = self.scheduler.resident_steps, self.predictions.predicts
-            return None if predicts else residents.serve(event, time.perf_counter())
+            slots = None if predicts else residents.serve(event, time.perf_counter())
+            if slots is not None:
+                residents.pin(event.experts)
+            return slots
 
     def _compute(
         self, layer: int, compute: ComputeExperts, prepare_host_job: PrepareHostJob | None
