@@ -160,6 +160,31 @@ def observed(bindings: Any) -> list[tuple[int, list[int]]]:
     return seen
 
 
+def test_observers_hear_of_an_interrupted_pass_before_the_next_one(monkeypatch):
+    with placed_lru("qwen3_moe", monkeypatch, 1000) as model, torch.inference_mode():
+        cache = prompt(model, 60)  # of all experts
+        graph, norm = model.greenroom.bindings._graph, model.model.norm
+        seen: list[Any] = observed(graph._bindings)
+
+        class Passes:
+            def on_pass(self, *_: Any) -> None:
+                seen.append("pass")
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        model.greenroom.hooks.observers.append(Passes())
+        hook = norm.register_forward_pre_hook(interrupt)  # behind all layers
+        with pytest.raises(KeyboardInterrupt):
+            tokens_of(model, cache, 1)
+        hook.remove()
+        assert model.greenroom.driver.deferred._steps
+        prompt(model)
+        layers = [*range(len(graph._bindings))]
+        heard = [each if each == "pass" else each[0] for each in seen]
+        assert heard == ["pass", *layers, "pass", *layers]
+
+
 @pytest.mark.parametrize("host_capacity", [0, 6, 1000])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_pieces_have_the_bits_and_decisions_of_kernels(name, host_capacity, monkeypatch):

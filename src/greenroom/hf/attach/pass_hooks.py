@@ -160,6 +160,7 @@ class PassHooks:
             self.check_weights()
             self._bindings.check_weights()
         prompt, variants = max(lengths) > 1, self._bindings.variants
+        self._driver.deferred.settle()  # an interrupt may have left some of the pass before
         for observer in self.observers:
             observer.on_pass(self._request, prompt, len(caches) * int(batch))
         self._driver.begin_pass(

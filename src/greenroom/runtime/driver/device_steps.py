@@ -64,9 +64,10 @@ class DeferredSteps(threading.local):
         """Serve all steps."""
         if self._steps:
             steps, self._steps = self._steps, []
-            for step in steps[self._serve_together(steps) :]:
-                step.serve()
-            for step in steps:
+            served = self._serve_together(steps)
+            for number, step in enumerate(steps):
+                if number >= served:
+                    step.serve()
                 step.note()
 
 
