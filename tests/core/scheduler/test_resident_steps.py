@@ -110,8 +110,7 @@ def test_experts_of_a_step_are_pinned_while_a_thread_computes_them():
     residents = scheduler.resident_steps
     for number in (1, 2):
         event = replace(event, step=number)
-        assert residents.serve(event, 0.0) is not None
-        residents.pin(event.experts)
+        assert residents.serve_pinned(event, 0.0) is not None
         assert scheduler.on(Predicted(1, ids(int(OFFSETS[1])))) == []
         if number == 2:  # an interrupt came before the end of the first one
             residents.unpin()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 pytest.importorskip("triton")
@@ -26,6 +27,7 @@ from greenroom.hf.attach.token_attention import MARK, TokenAttention
 from greenroom.hf.kv.batch import Batch, is_near
 from greenroom.runtime.cuda.piece_graph import PieceGraph
 from greenroom.runtime.cuda.token_graph import TokenGraph
+from greenroom.runtime.probes import GateInputProbe, Router
 from tests.hf.attach.test_device_decode import check_table
 from tests.hf.memory.test_device import ids, placed
 from tests.models import cached_tiny, reference
@@ -549,6 +551,23 @@ def test_hooks_of_a_user_are_called(name, path, monkeypatch):
             hook.remove()
             replayed(model, cache, replays)
         assert not calls
+
+
+def test_a_graph_skips_the_hooks_of_the_predictor_alone(monkeypatch):
+    """Another probe of the same routers, such as a recorder's, needs each token's inputs."""
+    parts = {"kernels": "triton", "capacity": 6, "prefetch": "next-gate"}
+    with placed("qwen3_moe", monkeypatch, **parts) as model:
+        graph = model.greenroom.bindings._graph
+        blocks = [
+            each for each in model.modules() if isinstance(getattr(each, "gate", None), nn.Module)
+        ]
+        assert blocks
+        assert all(block.gate._forward_pre_hooks for block in blocks)
+        assert not graph._has_hooks()
+        probe = GateInputProbe([Router(block.gate, block, 0) for block in blocks])
+        assert graph._has_hooks()
+        probe.detach()
+        assert not graph._has_hooks()
 
 
 def test_padding_is_seen_after_the_launch(monkeypatch):

@@ -83,18 +83,20 @@ class ResidentSteps:
         place: Ints = placement.tier_slots[slots]
         return place
 
-    def pin(self, experts: Ints) -> None:
-        """Pin the experts of a step that was served, while a thread computes from their slots.
+    def serve_pinned(self, event: Routed, now: float) -> Ints | None:
+        """Serve a step like `serve`, and pin its experts until `unpin`.
 
-        A prediction of another thread may evict experts meanwhile.
+        A thread computes from their slots. A prediction of another one may evict experts meanwhile.
         """
         self.unpin()  # in case of an interrupt
-        if self.path is None and self._placement.buffer.size:
-            self._pinned = experts
-            self._placement.cache.pin_step(experts)
+        slots = self.serve(event, now)
+        if slots is not None and self.path is None and self._placement.buffer.size:
+            self._pinned = event.experts
+            self._placement.cache.pin_step(event.experts)
+        return slots
 
     def unpin(self) -> None:
-        """End `pin`, if it has pinned anything."""
+        """End what `serve_pinned` has begun, if it has pinned anything."""
         if self._pinned.size:
             pinned, self._pinned = self._pinned, NO_PIECES
             self._placement.cache.release(pinned)

@@ -169,8 +169,7 @@ class Driver:
         overlapped_work: called at most once, when the step would otherwise wait
         prepare_host_job: makes a job from (experts, slots) for the host processor's thread
 
-        Raises StoreError if an expert cannot be read, DeviceError if the device fails. The cache
-        stays usable afterwards, also after an exception in `compute`."""
+        StoreError: an expert cannot be read. The cache stays usable, also if `compute` fails."""
         self.deferred.settle()
         if experts.size == 0:
             return
@@ -190,8 +189,7 @@ class Driver:
                     self.predictions.observe(passes.number, layer, observe_routing)
                     self._compute_group(ComputeGroup(pieces, slots), compute, experts, slots)
                 finally:
-                    with self.lock:
-                        self.scheduler.resident_steps.unpin()
+                    self._unpin()
                 return
             self._overlapped_work, self._error = overlapped_work, None
             misses = self.scheduler.view.misses
@@ -211,10 +209,11 @@ class Driver:
         """Serve a step without events and pin its experts; return their slots, or None."""
         with self.lock:
             residents, predicts = self.scheduler.resident_steps, self.predictions.predicts
-            slots = None if predicts else residents.serve(event, time.perf_counter())
-            if slots is not None:
-                residents.pin(event.experts)
-            return slots
+            return None if predicts else residents.serve_pinned(event, time.perf_counter())
+
+    def _unpin(self) -> None:
+        with self.lock:
+            self.scheduler.resident_steps.unpin()
 
     def _compute(
         self, layer: int, compute: ComputeExperts, prepare_host_job: PrepareHostJob | None
