@@ -269,8 +269,7 @@ class TokenLaunches:
         ranks = [rank[n] for each in routing.entries_of(experts) for n in each]
         with self.in_order():
             rows = send(outputs.to(self._step.out.dtype))
-            for target, row in zip(ranks, rows, strict=True):
-                self._step.out[target].copy_(row, non_blocking=True)
+            torch._foreach_copy_([self._step.out[n] for n in ranks], [*rows], non_blocking=True)
             self._add_up()
 
     def result(self) -> Tensor:
