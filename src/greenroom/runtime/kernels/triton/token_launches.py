@@ -145,7 +145,9 @@ class TokenLaunches:
 
     def start_piece(self, piece: Work) -> Tensor:
         """Launch a graph that has `run` of these launches; `start_again` changes the result."""
-        with self.in_order():
+        with self._table.lock, self._on_device:  # `in_order` takes as long as the launch
+            self._follow_stream()
+            self._table.write_changes()
             self._look_up_by(piece)
             return self._result
 
