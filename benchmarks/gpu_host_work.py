@@ -1,6 +1,8 @@
 """Host work of a decoded token's MoE layers on the GPU tier, in microseconds a layer.
 
     python benchmarks/gpu_host_work.py
+    python benchmarks/gpu_host_work.py --kernels
+    python benchmarks/gpu_host_work.py --co-compute
     python benchmarks/gpu_host_work.py --cache 25% 50% 100% --profile
 
 A CPU takes the GPU's place, and kernels are not launched: a launch is replaced by the little that
@@ -13,9 +15,13 @@ launch takes a few microseconds more, and a GPU's queue hides what is done befor
     misses    layers that wait for an expert
     to copy   of these, from the report of missing experts to the launch of the first copy: so long
               the device waits for the host, which does the rest while bytes are on their way
-    rest      a layer's share of the decoder's other host work: attention, norms, router
+    rest      a layer's share of the decoder's other host work: attention, norms, router, where
+              these are no graph
     graph     a layer's share of a token that is one graph, all of the decoder's host work
     launches  a layer; a graph of kernels is one
+
+A token is one graph, or in pieces: one graph a layer. With --kernels, attention, norms and routers
+are launched kernel by kernel, as in models without graphs.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +51,7 @@ from torch import nn
 from common import commit, machine, table
 from worker import Passes
 
+from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.core.home_devices import DevicePlacement
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.attach.graph_pass import GraphPass
@@ -56,30 +64,42 @@ from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime import forward
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host_loads import HostLoads
-from greenroom.runtime.cuda.token_graph import TokenGraph, active_graph
+from greenroom.runtime.cuda.piece_graph import PieceGraph
+from greenroom.runtime.cuda.token_graph import active_graph
 from greenroom.runtime.kernels.triton import look_up, one_token, programs, token_attention
 from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
 from greenroom.runtime.slots.tier import ABSENT
 
 SHAPE = Shape(hidden=64, inner=32, layers=8, experts=64, top_k=8)
 COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "to copy us", "rest us",
-           "graph us", "launches", "layers hit", "layers missed", "tokens as graphs")  # fmt: skip
+           "graph us", "launches", "layers hit", "layers missed", "graphs",
+           "in pieces")  # fmt: skip
 
 
 class Launches:
-    """What replaces Triton's kernels: a count, and zeros as the sum over experts."""
+    """What replaces Triton's kernels: a count, and zeros as the sum over experts.
+
+    noted: look-ups that are noted, (arguments, constants), and not done; None: all are done
+    """
 
     def __init__(self) -> None:
         self.count, self.seconds = 0, 0.0
+        self.noted: list[tuple[Any, Any]] | None = None
 
     def install(self) -> None:
         nothing = Launch(self, lambda *_, **constants: None)
         programs.project = one_token.project_one = nothing  # type: ignore[assignment]
         programs.combine = Launch(self, lambda *arguments, **_: arguments[3].zero_())  # type: ignore
-        look_up.look_up = Launch(self, write_report)  # type: ignore[assignment]
+        look_up.look_up = Launch(self, self._look_up)  # type: ignore[assignment]
         token_attention.attend = token_attention.append = nothing  # type: ignore[assignment]
         token_attention.merge = Launch(self, lambda *arguments, **_: arguments[1].zero_())  # type: ignore
         TokenAttention._is_near = True
+
+    def _look_up(self, *arguments: Any, **constants: Any) -> None:
+        if self.noted is None:
+            write_report(*arguments, **constants)
+        else:
+            self.noted.append((arguments, constants))
 
 
 def write_report(
@@ -116,6 +136,8 @@ class Launch:
 class Graphs(Engine):
     """A device that launches a captured sequence of kernels at once."""
 
+    makes_graphs = True
+
     def __init__(self, launches: Launches) -> None:
         self._launches = launches
 
@@ -129,24 +151,73 @@ class Graphs(Engine):
 
         return replay
 
+    def capture_in_pieces(
+        self, work: Callable[[Callable[[], None]], None]
+    ) -> list[Callable[[], None]]:
+        """Note each piece's look-up, which is all that the host sees of it.
+
+        The first piece computes the routers' choices of all layers.
+        """
+
+        def look_ups() -> list[tuple[Any, Any]]:
+            self._launches.noted = []
+            try:
+                work(lambda: None)
+                return self._launches.noted
+            finally:
+                self._launches.noted = None
+
+        captured = look_ups()
+
+        def replay(number: int) -> None:
+            if number == 0:
+                look_ups()
+            if number < len(captured):
+                arguments, constants = captured[number]
+                write_report(*arguments, **constants)
+
+        return [self.capture(partial(replay, number)) for number in range(len(captured) + 1)]
+
 
 class Clock:
-    """CPU seconds of each call of a layer's experts, by whether it missed any.
+    """CPU seconds of each layer's experts, or of its piece, by whether it missed any.
 
     deferred: those of steps before, that are served while the device computes
-    rest:     those of other tokens outside of experts
+    rest:     those of a token outside of experts or pieces
     tokens:   those of whole tokens that are one graph
+    pieces:   the number of tokens in pieces
     """
 
     def __init__(self, decoder: nn.Module, greenroom_: Greenroom, launches: Launches) -> None:
         self.seconds: dict[bool, list[float]] = defaultdict(list)
+        self.pieces, self._since = 0, (0.0, 0.0, 0)  # time, stubs and misses at a layer's begin
         self.deferred, self.tokens, self.on = list[float](), list[float](), False
         self.rest, self._experts, self._is_graph = list[float](), 0.0, False
         self.to_copy, self._reported = list[float](), 0.0
         read_report, copy = TokenLaunches.read_report, HostLoads._copy
         compute, replay = decoder.forward, GraphPass._replay
         driver, inner = greenroom_.driver, forward._forward
-        settle = driver.deferred.settle
+        settle, serve_layer, replay_pieces = (
+            driver.deferred.settle, PieceGraph._serve_layer, PieceGraph.replay
+        )  # fmt: skip
+
+        def state() -> tuple[float, float, int]:
+            return time.thread_time(), launches.seconds, int(driver.miss_counts.sum())
+
+        def add_layer(begin: tuple[float, float, int], end: tuple[float, float, int]) -> None:
+            seconds = end[0] - begin[0] - (end[1] - begin[1])
+            self._experts += seconds
+            if self.on:
+                self.seconds[end[2] > begin[2]].append(seconds)
+
+        def timed_layer(graph: PieceGraph, *arguments: Any) -> None:
+            serve_layer(graph, *arguments)
+            begin, self._since = self._since, state()
+            add_layer(begin, self._since)
+
+        def timed_pieces(graph: PieceGraph, *arguments: Any) -> Any:
+            self.pieces, self._since = self.pieces + self.on, state()
+            return replay_pieces(graph, *arguments)
 
         def timed_settle() -> None:
             begin, waiting = time.thread_time(), len(driver.deferred._steps)
@@ -172,15 +243,11 @@ class Clock:
         HostLoads._copy = timed_copy  # type: ignore[method-assign]
 
         def timed(*arguments: Any) -> Any:
-            if type(active_graph()) is TokenGraph:  # in the place of a launch
+            if active_graph() is not None:  # in the place of a launch
                 return inner(*arguments)
-            misses, stubs = int(driver.miss_counts.sum()), launches.seconds
-            begin = time.thread_time()
+            begin = state()
             result = inner(*arguments)
-            seconds = time.thread_time() - begin - (launches.seconds - stubs)
-            self._experts += seconds
-            if self.on:
-                self.seconds[int(driver.miss_counts.sum()) > misses].append(seconds)
+            add_layer(begin, state())
             return result
 
         def noted(graph_pass: GraphPass, *arguments: Any) -> Any:
@@ -203,29 +270,34 @@ class Clock:
             forward._forward, GraphPass._replay = inner, replay  # type: ignore[method-assign]
             TokenLaunches.read_report = read_report  # type: ignore[method-assign]
             HostLoads._copy = copy  # type: ignore[method-assign]
+            PieceGraph._serve_layer = serve_layer  # type: ignore[method-assign]
+            PieceGraph.replay = replay_pieces  # type: ignore[method-assign]
             vars(decoder).pop("forward", None)
 
         forward._forward, self.remove = timed, remove
         GraphPass._replay = noted  # type: ignore[method-assign]
+        PieceGraph._serve_layer = timed_layer  # type: ignore[method-assign]
+        PieceGraph.replay = timed_pieces  # type: ignore[method-assign]
         decoder.forward = timed_token
 
 
-def measure(
-    folder: Path, cache: str, tokens: int, prefetch: str, launches: Launches, profiled: bool,
-    placement: str | None,
-) -> list[str]:  # fmt: skip
+def measure(folder: Path, cache: str, args: argparse.Namespace, launches: Launches) -> list[str]:
+    tokens, placement = args.tokens, args.placement
     skeleton = ModelSkeleton.of(folder)
     layers = len(skeleton.catalog.layers)
     model: Any = skeleton.load()
     model.get_input_embeddings().weight.data *= 64  # tokens, not attention, decide the routing
     slots, experts = slots_for(cache, skeleton.catalog), skeleton.catalog.experts
     policy = "lru" if slots == experts else "next-use"  # as `load` chooses
+    config = SchedulerConfig(co_compute="auto" if args.co_compute else "off")
     setup = ModelSetup(
         skeleton.catalog, slots, policy, cuda=True, kernels="triton",
-        host_capacity=skeleton.catalog.experts, prefetch=prefetch,
+        host_capacity=skeleton.catalog.experts, prefetch=args.prefetch, config=config,
         devices=(0,) if placement is None else (0, 1), placement=DevicePlacement(placement or ""),
     )  # fmt: skip
     model.greenroom = Greenroom(model, setup)
+    if args.kernels and model.greenroom.bindings._graph is not None:
+        model.greenroom.bindings._graph._refused = True
     clock, passes = Clock(model.base_model, model.greenroom, launches), Passes(model)
     profiler = cProfile.Profile(time.thread_time)
     try:
@@ -234,7 +306,7 @@ def measure(
             passes.decode(tokens)  # most experts are in host memory then
             model.greenroom.reset_stats()
             launches.count, clock.on = 0, True
-            if profiled:
+            if args.profile:
                 profiler.enable()
             passes.decode(tokens)
             profiler.disable()
@@ -244,7 +316,7 @@ def measure(
     finally:
         clock.remove()
         model.greenroom.detach()
-    if profiled:
+    if args.profile:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
 
     def middle(seconds: list[float]) -> str:
@@ -254,7 +326,7 @@ def measure(
     return [
         f"{setup.capacity}", f"{ratio:.1%}",
         *map(middle, (hits, clock.deferred, misses, clock.to_copy, rest, whole)),
-        f"{each:.1f}", f"{len(hits)}", f"{len(misses)}", f"{len(whole)}",
+        f"{each:.1f}", f"{len(hits)}", f"{len(misses)}", f"{len(whole)}", f"{clock.pieces}",
     ]  # fmt: skip
 
 
@@ -267,6 +339,8 @@ def main() -> None:
     parser.add_argument(
         "--placement", choices=("experts", "layers"), help="of experts on two GPUs (default: one)"
     )
+    parser.add_argument("--kernels", action="store_true", help="no token is a graph")
+    parser.add_argument("--co-compute", action="store_true", help="--co-compute auto")
     parser.add_argument("--profile", action="store_true", help="also profiles of as many tokens")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -276,12 +350,7 @@ def main() -> None:
     devices.engine_for = lambda setup, number: Graphs(launches)
     print(f"commit {commit()}; {machine()}\n")
     with tempfile.TemporaryDirectory() as scratch, small_model(Path(scratch), shape) as folder:
-        rows = [
-            measure(
-                folder, cache, args.tokens, args.prefetch, launches, args.profile, args.placement
-            )
-            for cache in args.cache
-        ]
+        rows = [measure(folder, cache, args, launches) for cache in args.cache]
     print(table(COLUMNS, rows))
 
 

@@ -38,7 +38,7 @@ DATA = Path(__file__).with_name("published.json")
 DENSE_BITS = 16
 OVERHEAD, KV = 600 << 20, 100 << 20  # bytes on the card besides weights: libraries, buffers; KV
 CONTEXT = 4096
-# Families whose tokens are one graph if all experts have slots.
+# Families whose tokens are one graph if all experts have slots, else one for each layer.
 GRAPHS = {"qwen3moe", "mixtral", "gpt-oss", "deepseek2", "glm4moe"}
 DISK = Link(3e9, 1e-4, 4)
 
@@ -91,7 +91,8 @@ def predictions(row: dict[str, Any], model: Model, bracket: bool) -> tuple[Predi
     memory = row["memory_gib"] << 30
     machine = predict_machine(card, Host(memory, rate, DISK))
     cpu, gpu = machine.processors
-    bare = replace(gpu, layer=0.0, fetch=0.0, miss=0.0, graph_token=0.0)
+    numbers = "layer", "fetch", "miss", "graph_token", "piece_layer", "shared_miss"
+    bare = replace(gpu, **dict.fromkeys(numbers, 0.0))
     bare = replace(machine, processors=(cpu, bare))
     workload, budgets = synthetic_workload(model), (AUTO_SHARE * card.memory, AUTO_SHARE * memory)
     with_python, without = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.cli.estimate import machine
-from greenroom.cli.estimate.card import recommendation
+from greenroom.cli.estimate.card import fit, recommendation
 from greenroom.config import LoadConfig
 from greenroom.core.cost import Work
 from greenroom.core.machine import Machine
@@ -46,7 +46,8 @@ def test_what_is_predicted_and_assumed_is_said(cli: Run, folder: Path, home: Pat
         "24 GiB at 1,008 GB/s, of which 70% are assumed, as other engines reach",
         "PCIe 4x16 at 23.6 GB/s, 75% of the data sheet",
         "64 GiB of memory at 60.0 GB/s, disk at 5.00 GB/s",
-        "Python takes 0.65 ms a layer, and 0.13 ms more if experts are missing",
+        "Python takes 0.68 ms a layer, 0.06 ms where the layer is one graph, and 0.12 ms more if"
+        " experts are missing (0.6 with --co-compute auto)",
         "The pass of a token is one CUDA graph",
         "experts fit in the card's memory",
         "routing: synthetic",
@@ -132,6 +133,15 @@ def test_a_model_without_a_graph_is_named(cli: Run):
     assert "The pass of a token is no CUDA graph: this model has none." in ran.out
 
 
+def test_a_token_in_pieces_is_said() -> None:
+    from tests.plan.cards.test_predict import COSTS, MODEL, prediction
+
+    pieces = replace(COSTS, pieces=COSTS.dense)
+    for costs, said in ((COSTS, False), (pieces, True)):
+        lines = fit(MODEL, prediction(48, MODEL.experts, costs), 1)
+        assert ("The pass of a token is one CUDA graph for each layer." in lines) == said
+
+
 @needs_option("co_compute")
 def test_co_computing_is_recommended_where_tokens_are_surely_faster() -> None:
     """The host takes 2 ms for an expert that needs 4 ms to move, or 9 ms."""
@@ -160,6 +170,7 @@ def test_misses_are_moved_or_shared(cli: Run, folder: Path, monkeypatch: pytest.
     shown = cli("doctor", folder, "--gpu", "t4 small", *HOST, "--json").json
     assert 0 < shown["moved"]["miss_ratio"] < 1
     assert shown["shared"]["co_compute"] == "auto"
+    assert (shown["token_graph"], shown["token_in_pieces"]) == (False, True)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_it_needs(

@@ -36,6 +36,21 @@ def test_tokens_of_a_model_with_a_graph_take_the_time_of_a_graph():
         assert costs.resident.seconds(tokens) == pytest.approx(own + layer)
 
 
+def test_tokens_of_a_model_with_a_graph_may_be_in_pieces():
+    """Each layer takes 1 ms in place of 50 ms, for one token."""
+    (cpu,) = MACHINE.processors
+    machine = replace(MACHINE, processors=(replace(cpu, layer=50e-3, piece_layer=1e-3),))
+    assert machine_costs(machine, MODEL).pieces is None
+    model = replace(MODEL, token_graph=True)
+    assert machine_costs(MACHINE, model).pieces is None
+    costs = machine_costs(machine, model)
+    assert costs.resident is None
+    assert costs.pieces is not None
+    for tokens, layer in ((1, 1e-3), (2, 50e-3), (64, 50e-3)):
+        own = costs.dense.seconds(tokens) - 50e-3
+        assert costs.pieces.seconds(tokens) == pytest.approx(own + layer)
+
+
 def runs(base: float, handling: float, *fetched: float) -> list[RunMeasurement]:
     """Of a machine that takes so much, and delivers 100 MB/s."""
     return [RunMeasurement(base + handling * n + 0.5, 0.5, n, 1e8 * n, n) for n in fetched]

@@ -60,6 +60,17 @@ def test_a_slow_host_computes_nothing_and_a_fast_one_everything():
     assert quick.bytes_moved == 4000  # from the disk, to host memory
 
 
+@pytest.mark.parametrize(("bus", "host"), [(1.0, 9.0), (9.0, 1.0)])
+def test_a_layer_that_misses_takes_the_same_once_wherever_experts_are_computed(bus, host):
+    """An expert of 1 s in each of the steps; the last one is in host memory by then."""
+    run_costs = replace(costs(bus, host), miss=0.5)
+    shared = run(run_costs, [0], [1], [0], capacity=1)
+    assert shared.seconds == pytest.approx(3 * (1.0 + 0.5))
+    assert shared.on_host == 3 * (host < bus)
+    moved = run(run_costs, [0], [1], [1], capacity=1, both=False)
+    assert moved.seconds == pytest.approx(2 * (bus + 0.5))
+
+
 @pytest.mark.parametrize("host_ms", [0.3, 1.0, 3.0, 10.0])
 def test_co_computing_makes_no_token_slower(host_ms):
     """With what follows to the device, and an expert that takes 1 ms to be moved."""

@@ -80,9 +80,11 @@ class Costs:
     expert:   the computation of one expert, for the number of tokens that chose it
     dense:    the computation of the rest of one layer, for the number of tokens of the pass
     resident: the same as `dense`, where every expert has a slot on one device; None: no other time
+    pieces:   the same, where not every expert has one, while nothing is predicted
     handling: processor time for each fetched expert: the same cores copy its bytes, and it is
               computed in a call of its own
     miss:     processor time for each layer that waits for missing experts, whatever their number
+    shared_miss: the same, where the host may compute some of them
     ahead:    additional time of a layer while a predictor of experts runs
     host:     the same as `expert`, on the host's processor; None if the host computes nothing
     hop:      time of the host and the links for another device than the first in a step: the step's
@@ -102,6 +104,8 @@ class Costs:
     hop: float = 0.0
     miss: float = 0.0
     resident: Work | None = None
+    pieces: Work | None = None
+    shared_miss: float = 0.0
 
     def seconds_after_wait(self, wait: float) -> float:
         """Return by how many seconds a computation is slower after the processor has waited.

@@ -39,6 +39,7 @@ MOST_LANES = 1024  # of a link: transfers at a time
 # Of a processor, besides its tables.
 NUMBERS = (
     "layer", "fetch", "copy", "ahead", "wake", "hop", "miss", "graph_token", "graph_layer",
+    "piece_layer", "shared_miss",
 )  # fmt: skip
 
 
@@ -94,10 +95,12 @@ class Processor:
     wake:  slowdown after a wait, per second of the wait (see `Costs`)
     hop:   for another device than the first in a layer
     miss:  for each layer that waits for missing experts
+    shared_miss: the same, where the host's processor may compute some of them
 
-    In place of `layer`, where the passes of single tokens are one CUDA graph (0 if they are not):
+    In place of `layer`, where the passes of single tokens are CUDA graphs (0 if they are not):
 
-    graph_token, graph_layer: other time of each token, and of each layer
+    graph_token, graph_layer: other time of each token, and of each layer, in one graph
+    piece_layer: other time of each layer, with a graph for each layer
     """
 
     name: str
@@ -113,6 +116,8 @@ class Processor:
     miss: float = 0.0
     graph_token: float = 0.0
     graph_layer: float = 0.0
+    piece_layer: float = 0.0
+    shared_miss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +165,7 @@ class Machine:
             chosen.wake,
             chosen.hop,
             chosen.miss,
+            shared_miss=chosen.shared_miss or chosen.miss,
         )
 
     def _host_processor(self, memory: str) -> Processor | None:

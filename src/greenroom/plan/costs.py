@@ -73,6 +73,10 @@ def machine_costs(
         graph = chosen.graph_layer + chosen.graph_token / model.layers - chosen.layer
         resident = costs.dense.with_single(costs.dense.seconds(1) + graph)
         costs = replace(costs, resident=resident)
+    if model.token_graph and chosen.piece_layer:
+        piece = chosen.piece_layer - chosen.layer
+        pieces = costs.dense.with_single(costs.dense.seconds(1) + piece)
+        costs = replace(costs, pieces=pieces)
     return costs
 
 

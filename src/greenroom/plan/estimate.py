@@ -194,16 +194,16 @@ class Estimator:
         first tokens, as many as the second value says.
         """
         eviction = choose(setting.policy, capacity, self.model.experts)
+        reactive_setting = replace(setting, prefetch=OFF)
         reactive = time_trace(
-            trace, steps, capacity, eviction, self._costs(capacity), self.model.expert_bytes,
+            trace, steps, capacity, eviction, self._costs(reactive_setting, capacity),
+            self.model.expert_bytes,
             scope=scope_of(setting.scope),
         )  # fmt: skip
         result = reactive, trace.tokens
         parts = setting.split != OFF or setting.miss_precision != OFF
         if parts or self.host or self.devices > 1:
-            result = self._simulate_events(
-                replace(setting, prefetch=OFF), capacity, trace, reactive
-            )
+            result = self._simulate_events(reactive_setting, capacity, trace, reactive)
         if setting.prefetch == OFF:
             return result
         ahead = self._simulate_events(setting, capacity, trace, result[0])
@@ -219,8 +219,8 @@ class Estimator:
         shares = split_of(setting.split)
         assert not isinstance(shares, str)  # a plan has no `auto` split
         simulated = simulate_events(
-            part, stream(part, "runtime"), capacity, policy(setting.policy), self._costs(capacity),
-            self.model.expert_bytes, name,
+            part, stream(part, "runtime"), capacity, policy(setting.policy),
+            self._costs(setting, capacity), self.model.expert_bytes, name,
             EventOptions(
                 scope=scope_of(setting.scope), split=shares,
                 config=with_options(_config(setting), device_placement=self.placement),
@@ -234,11 +234,18 @@ class Estimator:
         ttft = simulated.ttft if self.devices > 1 else other.ttft  # `other` has one device
         return replace(simulated, gaps=gaps, ttft=ttft), part.tokens
 
-    def _costs(self, capacity: int) -> Costs:
-        """Return the costs with a cache of this capacity: tokens may be graphs if it has all."""
-        if self.costs.resident is None or self.devices > 1 or capacity < self.model.experts:
-            return self.costs
-        return replace(self.costs, dense=self.costs.resident)
+    def _costs(self, setting: Setting, capacity: int) -> Costs:
+        """Return the costs of a setting, with a cache of this capacity.
+
+        On one device tokens may be one graph if the cache has all experts, else graphs in pieces.
+        """
+        costs, excluding = self.costs, (setting.prefetch, setting.split, setting.miss_precision)
+        if setting.co_compute != OFF:
+            costs = replace(costs, miss=costs.shared_miss)
+        graph = costs.resident if capacity >= self.model.experts else costs.pieces
+        if graph is None or self.devices > 1 or any(each != OFF for each in excluding):
+            return costs
+        return replace(costs, dense=graph)
 
     def _latest(self, gaps: Floats) -> Floats:
         """Return the times of decode passes that count: all, or the second half if `warm`."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,8 +16,6 @@ from greenroom.core.predictor import Ids, Inputs, LayerRouting
 from greenroom.errors import ClosedError
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.cuda.ids import to_host
-from greenroom.runtime.cuda.token_graph import active_graph
-from greenroom.runtime.driver.device_steps import ComputedStep
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.dense.decoder import ExpertsKey
@@ -27,6 +24,7 @@ from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.token_experts import ThreadTokenExperts
 from greenroom.runtime.no_gradient import without_gradient
 from greenroom.runtime.slots.resident_tables import SlotTables
+from greenroom.runtime.token_step import token_step
 
 BINDING = "_greenroom"  # attribute of an experts module: its Binding
 
@@ -251,7 +249,7 @@ def _step(
     if binding.token_launches is not None and len(hidden_states) == 1:
         launches = binding.token_launches.of(hidden_states, top_k_index, top_k_weights)
         if launches is not None:
-            return _token_step(binding, launches, hidden_states, top_k_index, top_k_weights)
+            return token_step(binding, launches, hidden_states, top_k_index, top_k_weights)
     needs_weights = binding.uses_weights or binding.approximates
     chosen, weights = binding.read_choice(top_k_index, top_k_weights if needs_weights else None)
     if len(chosen) == 1:
@@ -308,83 +306,3 @@ def _step(
         prepare_host_job=prepare_host_job if co_compute else None,
     )
     return kernel.combine(step)
-
-
-def _token_step(
-    binding: Binding, launches: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """Compute one token's experts on a device, which finds those in slots by itself.
-
-    launches: the layer's `TokenLaunches`
-
-    The host reads the choice after the launches. If all experts were in slots, the scheduler
-    observes the step while the device computes later layers; else now, since it must load some.
-    """
-    if (graph := active_graph()) is not None:  # of the whole token
-        make = partial(binding.token_launches.of_graph, top_k_index, top_k_weights)
-        return graph.launch_experts(binding.layer, make, x, top_k_index, top_k_weights)
-    driver = binding.driver
-    result = driver.device_steps.launch(partial(launches.start, x, top_k_index, top_k_weights))
-    if serve_token(binding, launches, binding.overlapped_work):
-        return launches.result()
-    if driver.predictions.enabled:  # predictions must not be late
-        driver.deferred.settle()
-    return result
-
-
-def serve_token(
-    binding: Binding, launches: Any, overlapped_work: Callable[[], object] | None = None
-) -> bool:
-    """Read what a token's launched look-up has found, and launch the experts that it misses.
-
-    Returns whether any was missing. If none was, the scheduler observes the step later.
-    """
-    driver = binding.driver
-    if driver.scheduler.resident_steps.path is None:  # else steps are served together
-        driver.deferred.settle()
-    report = launches.read_report()
-    if binding.on_routing is not None:
-        binding.on_routing(binding.layer, launches.choice(report))
-    missing = launches.missing(report)
-    serve = partial(_serve, binding, launches, report, missing, overlapped_work)
-    if not missing:
-        driver.deferred.add(ComputedStep(binding.layer, partial(launches.experts, report), serve))
-        return False
-    driver.deferred.settle()
-    load = partial(launches.start_again, [*missing])
-    observe = partial(_observe, binding, launches, report)
-    if not driver.device_steps.load(binding.layer, launches.experts(report), load, observe):
-        serve()
-    return True
-
-
-def _observe(binding: Binding, launches: Any, report: list[int], inputs: bool) -> LayerRouting:
-    """Return a token's routing for the predictor, with the router's inputs if `inputs` is true."""
-    captured = binding.router_inputs(inputs) if binding.router_inputs else None
-    return LayerRouting(binding.layer, launches.choice(report), inputs=captured)
-
-
-def _serve(
-    binding: Binding,
-    launches: Any,
-    report: list[int],
-    missing: set[int],
-    overlapped_work: Callable[[], object] | None,
-) -> None:
-    """Let the scheduler serve a token's step, and launch the experts that it loads."""
-    experts = launches.experts(report)
-
-    def compute_group(experts: Any, slots: Any) -> None:
-        group = experts.tolist()
-        if not missing.isdisjoint(group):
-            launches.start_again(group, slots.tolist())
-            missing.difference_update(group)
-
-    binding.driver.step(
-        binding.layer,
-        np.array(experts, np.int64),
-        compute_group,
-        observe_routing=partial(_observe, binding, launches, report),
-        overlapped_work=overlapped_work,
-        computed=[expert for expert in experts if expert not in missing] if missing else (),
-    )

@@ -106,13 +106,15 @@ class Clock:
         self._advance(self.now + dense)
         self.compute += dense
         misses = self.scheduler.view.misses
-        finished = self._handle(
+        actions = self.scheduler.on(
             Routed(
                 step.step, step.layer, step.experts, step.request, step.rows, step.weights,
                 step.prefill, step.tail_weights,
-            )
+            ),
+            self.now,
         )  # fmt: skip
         self._waits = self.scheduler.view.misses > misses
+        finished = self._carry_out(actions)
         if self.foresight is not None and step.chosen is not None:
             for predicted in self.foresight.routed(LayerRouting(step.layer, step.chosen)):
                 finished |= self._handle(predicted)
@@ -205,18 +207,21 @@ class Clock:
         return (len(self._reached) - 2) * self.costs.hop
 
     def _handling_seconds(self, experts: Ints, part: int, device: int) -> float:
-        """Return the seconds that a processor needs to take over a group's fetched experts.
+        """Return the seconds that a processor needs to take over a group's missing experts.
 
-        They are 0 in host memory, whose processor computes experts in place.
+        In host memory they are computed in place, so they are those of the layer alone.
         """
         if device == HOST:
-            return 0.0
+            return self._miss_seconds()
         pieces = experts + part * self.pieces.experts
         fresh = self._fresh.intersection(pieces.tolist())
         self._fresh -= fresh
         seconds = len(fresh) * self.costs.handling * self._part_share(part)
-        if fresh and self._waits:  # the first of the missing experts
-            seconds, self._waits = seconds + self.costs.miss, False
+        return seconds + self._miss_seconds() if fresh else seconds
+
+    def _miss_seconds(self) -> float:
+        """Return the seconds of a layer that misses, at the first of its missing experts."""
+        seconds, self._waits = self.costs.miss if self._waits else 0.0, False
         return seconds
 
     def _part_share(self, part: int) -> float:

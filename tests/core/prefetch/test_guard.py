@@ -167,6 +167,17 @@ def test_prompts_and_invalid_times_are_not_counted():
     assert guard._trial is not None
 
 
+@pytest.mark.parametrize("ratio", [0.7, 1.3])
+def test_a_guard_that_starts_off_measures_before_it_is_on(ratio):
+    machine = Machine(ratio)
+    machine.guard.start_off()
+    machine.run(g.WARM_UP + 300)
+    first = g.WARM_UP + g.BLOCK  # the trial begins with the side that is used so far
+    assert machine.sides[: first + 1] == [False] * first + [True]
+    assert machine.guard.on == (ratio < 1)
+    assert machine.guard.trials == 1
+
+
 def test_batches_of_a_size_are_decode():
     guard = Guard()
     for _ in range(g.WARM_UP + 300):

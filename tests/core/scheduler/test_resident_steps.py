@@ -48,20 +48,38 @@ def shown(action: Action) -> object:
     return action
 
 
+def fetch(scheduler: Scheduler, actions: list[Action]) -> list[Action]:
+    """Carry out prefetches, and those that begin when they have arrived; return them all."""
+    waiting = list(actions)
+    for chunk in waiting:
+        assert isinstance(chunk, StartChunk)
+        waiting += scheduler.on(Landed(chunk.lane, chunk.piece, chunk.link))
+    return waiting
+
+
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=60)
-@given(steps(LAYERS, EXPERTS, 40), st.integers(2, 11))
-def test_steps_without_events_are_served_as_by_events(name, requests, capacity):
-    ours, plain = (Scheduler(pieces(), capacity, policy(name), lanes=1) for _ in range(2))
+@given(steps(LAYERS, EXPERTS, 40), st.integers(2, 11), st.sampled_from((0, 2)))
+def test_steps_without_events_are_served_as_by_events(name, requests, capacity, ahead):
+    ours, plain = (
+        Scheduler(pieces(), capacity, policy(name), lanes=1, ahead=ahead) for _ in range(2)
+    )
     for number, request in enumerate(requests):
         event = routed(number, *request)
-        actions = [*map(shown, carry_out(plain, plain.on(event)))]
-        if (slots := ours.resident_steps.serve(event)) is None:
-            assert [*map(shown, carry_out(ours, ours.on(event)))] == actions
-            assert any(isinstance(action, StartChunk) for action in actions)
+        event.prefill &= not ahead  # prompts prefetch
+        if ahead and request[2] == 9:  # one of the layer's experts is predicted
+            guess = Predicted(event.layer, event.experts[:1])
+            fetched = [fetch(s, s.on(guess, number)) for s in (ours, plain)]
+            assert fetched[0] == fetched[1]
+        actions = [*map(shown, carry_out(plain, plain.on(event, number)))]
+        if (slots := ours.resident_steps.serve(event, number)) is None:
+            assert [*map(shown, carry_out(ours, ours.on(event, number)))] == actions
+            started = any(isinstance(action, StartChunk) for action in actions)
+            assert started or ahead
         else:
             assert actions == [shown(ComputeGroup(event.experts, slots)), Finish()]
         assert state(ours) == state(plain)
+        assert ours.view.accuracy.by_distance() == plain.view.accuracy.by_distance()
 
 
 def test_a_step_needs_events_while_there_is_more_to_decide():
@@ -69,17 +87,19 @@ def test_a_step_needs_events_while_there_is_more_to_decide():
     event = Routed(1, 0, ids(1, 2))
     carry_out(scheduler, scheduler.on(replace(event, step=0)))
     counts = replace(scheduler.counts)
-    assert scheduler.resident_steps.serve(Routed(1, 0, ids(1, 3))) is None
+    assert scheduler.resident_steps.serve(Routed(1, 0, ids(1, 3)), 0.0) is None
     assert scheduler.counts == counts
     scheduler.on(Idle(ids(4, 5)))  # a read begins
-    assert scheduler.resident_steps.serve(event) is None
+    assert scheduler.resident_steps.serve(event, 0.0) is None
     carry_out(scheduler, scheduler.on(event))
     scheduler.on(Landed(0, 4))
     scheduler.on(Resized(9, ahead=4))  # prefetches may borrow slots from now on
-    assert scheduler.resident_steps.serve(event) is None
+    assert scheduler.resident_steps.serve(replace(event, prefill=True), 0.0) is None
+    scheduler.on(Predicted(1, ids(9)))  # a read begins
+    assert scheduler.resident_steps.serve(event, 0.0) is None
     scheduler = Scheduler(pieces(devices=2), 11, policy("lfu"), lanes=1)
     carry_out(scheduler, scheduler.on(event))
-    assert scheduler.resident_steps.serve(event) is None  # each device has its own group
+    assert scheduler.resident_steps.serve(event, 0.0) is None  # each device has its own group
 
 
 def in_turn(scheduler: Scheduler, event: Routed, before: bool) -> list[Action]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -122,6 +123,55 @@ def test_outputs_of_the_host_join_those_of_a_gpu_s_kernels(kernels, monkeypatch)
             assert torch.equal(got, theirs)
         else:
             assert (got.float() - theirs.float()).abs().max() < 0.1 * theirs.abs().max()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_the_host_takes_misses_of_tokens_in_pieces(name, monkeypatch):
+    """All of them, some of them or none: the bits are the same where both have one kernel."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu has the compiled ones")
+    from greenroom.runtime.cuda.piece_graph import PieceGraph
+    from greenroom.runtime.kernels.triton.kernel import Launch, TritonStep
+    from greenroom.runtime.kernels.triton.triton_kernel import TritonKernel
+
+    start, lock = Launch.start, threading.Lock()
+
+    def one_at_a_time(launch: Launch, *first: Any) -> None:
+        with lock:  # the interpreter has one grid for all threads
+            start(launch, *first)
+
+    monkeypatch.setattr(Launch, "start", one_at_a_time)
+    monkeypatch.setattr(TritonStep, "host_kernel", lambda step, layer: TritonKernel())
+    monkeypatch.setattr(places, "engine_for", lambda parts, number=0: Engine())
+    served, answers, replay = list[int](), list[Any](), PieceGraph.replay
+
+    def counting(self: PieceGraph, decode: Any) -> Any:
+        served.append(len(on_host))
+        return replay(self, decode)
+
+    monkeypatch.setattr(PieceGraph, "replay", counting)
+    for host in (SLOW, 0.9e-3, QUICK):
+        with (
+            both(name, host, fake=False, cuda=True, kernels="triton") as model,
+            torch.inference_mode(),
+        ):
+            out = model(ids(1, 5), use_cache=True)
+            model.greenroom.reset_stats()
+            logits, on_host = [], [0]
+            for token in ids(6, 1):
+                out = model(token[None], past_key_values=out.past_key_values, use_cache=True)
+                logits.append(out.logits.float())
+                on_host.append(model.greenroom.stats().co_compute["on_host"])
+            first = served[0]  # is compared, so its bits must be equal
+            assert served == [*range(first, 7)]
+            assert on_host[first] == on_host[first - 1]
+            assert (on_host[first] < on_host[-1]) == (host != SLOW)
+            served.clear()
+            answers.append(torch.cat(logits))
+            assert not model.greenroom.bindings._graph._refused
+    assert all(torch.equal(other, answers[0]) for other in answers[1:])
 
 
 def test_counts_are_those_of_the_simulator():

@@ -148,6 +148,18 @@ def pieced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return served
 
 
+def observed(bindings: Any) -> list[tuple[int, list[int]]]:
+    """The choices of routers that observers hear of from now on: (layer, experts)."""
+    seen: list[tuple[int, list[int]]] = []
+
+    def observe(layer: int, experts: Any) -> None:
+        seen.append((layer, experts.tolist()))
+
+    for binding in bindings:
+        object.__setattr__(binding, "on_routing", observe)
+    return seen
+
+
 @pytest.mark.parametrize("host_capacity", [0, 6, 1000])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_pieces_have_the_bits_and_decisions_of_kernels(name, host_capacity, monkeypatch):
@@ -164,14 +176,16 @@ def test_pieces_have_the_bits_and_decisions_of_kernels(name, host_capacity, monk
             tokens_of(model, cache, 8)  # both caches have the same experts behind these
             model.greenroom.reset_stats()
             served.clear()
+            seen = observed(graph._bindings)
             logits = tokens_of(model, cache, TOKENS)
+            assert [layer for layer, _ in seen] == [*range(len(graph._bindings))] * TOKENS
             assert served == ([] if refused else [len(model.greenroom.bindings.modules)] * TOKENS)
             stats, driver = model.greenroom.stats(), model.greenroom.driver
             check_table(driver)
             counts = (
                 stats.passes, stats.expert_requests, stats.expert_hits,
                 driver.miss_counts.tolist(), driver.scheduler.residents().tolist(),
-                [link["bytes"] for link in stats.links],
+                [link["bytes"] for link in stats.links], seen,
             )  # fmt: skip
             found.append((logits, [layer.keys.clone() for layer in cache.layers], counts))
             assert stats.expert_hits < stats.expert_requests
@@ -207,6 +221,39 @@ def test_a_read_that_fails_between_pieces_ends_that_token_alone(monkeypatch):
         check_table(model.greenroom.driver)
 
 
+def answers_of(monkeypatch: pytest.MonkeyPatch, failures: int) -> list[torch.Tensor]:
+    """The logits of tokens, of which the first ones' comparisons cannot read an expert."""
+    compute, failed = PieceGraph.compute, list[int]()
+    with placed_lru("qwen3_moe", monkeypatch, 3) as model, torch.inference_mode():
+        store = model.greenroom.driver._copier._store
+
+        def fail(*_: Any) -> None:
+            raise StoreError("Input/output error")
+
+        def failing(self: PieceGraph, decode: Any) -> Any:
+            with monkeypatch.context() as patch:
+                if len(failed) < failures:
+                    failed.append(1)
+                    patch.setattr(store, "read", fail)
+                return compute(self, decode)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PieceGraph, "compute", failing)
+            logits = tokens_of(model, prompt(model), 6)
+        check_table(model.greenroom.driver)
+    assert len(failed) == failures
+    return logits
+
+
+def test_a_read_that_fails_in_a_comparison_ends_no_token(monkeypatch):
+    """The token was computed before by the decoder's own forward; the next one is compared."""
+    served = pieced(monkeypatch)
+    expected = answers_of(monkeypatch, 0)
+    before = len(served)
+    assert all(map(torch.equal, answers_of(monkeypatch, 2), expected))
+    assert len(served) == 2 * before - 2
+
+
 def test_padding_is_computed_without_pieces(monkeypatch):
     served = pieced(monkeypatch)
     answers = []
@@ -230,6 +277,60 @@ def test_padding_is_computed_without_pieces(monkeypatch):
             assert served == []  # they ended at the first layer
             answers.append(logits)
     assert all(map(torch.equal, *answers))
+
+
+def test_a_token_is_in_pieces_while_prefetching_is_off(monkeypatch):
+    """The predictor observes then, and predicts in other passes; bits and counts do not change."""
+    served, found = pieced(monkeypatch), list[Any]()
+    for refused in (False, True):
+        with (
+            placed("qwen3_moe", monkeypatch, kernels="triton", capacity=6, host_capacity=1000,
+                   prefetch="next-gate") as model,
+            torch.inference_mode(),
+        ):  # fmt: skip
+            predictions = model.greenroom.driver.predictions
+            observed, predicted = list[Any](), list[bool]()
+            foresight = predictions.foresight
+            observe, predict = foresight.predictor.observe, foresight.predictor.predict
+
+            def noted(routing: Any, observe: Any = observe, observed: Any = observed) -> None:
+                observed.append((routing.layer, routing.experts.tolist()))
+                observe(routing)
+
+            def seen(layer: int, predict: Any = predict, predicted: Any = predicted) -> Any:
+                predicted.append(True)
+                return predict(layer)
+
+            monkeypatch.setattr(foresight.predictor, "observe", noted)
+            monkeypatch.setattr(foresight.predictor, "predict", seen)
+            cache = prompt(model)
+            model.greenroom.bindings._graph._refused = refused
+            assert not predictions.guard.on  # until its first trial
+            tokens_of(model, cache, 3)
+            predictions.drain()
+            assert (served != [], predicted) == (not refused, [])
+            monkeypatch.setattr(predictions.guard, "passed", lambda *_: None)
+            logits, counts, stats = [], [], []
+            for on in (True, False, True):
+                predictions.guard.on = on
+                logits += tokens_of(model, cache, 1)  # its end hears of the decision
+                for each in (served, observed, predicted):
+                    each.clear()
+                model.greenroom.reset_stats()
+                logits += tokens_of(model, cache, 2)
+                predictions.drain()
+                counts.append((len(observed), bool(predicted)))
+                assert len(served) == (0 if refused or on else 2)
+                if not on:
+                    stats.append(model.greenroom.stats().expert_requests)
+                    stats.append([*observed])
+            check_table(model.greenroom.driver)
+            found.append((logits, counts, stats))
+    (logits, *counts), (own_logits, *own_counts) = found
+    assert all(map(torch.equal, logits, own_logits))
+    assert counts == own_counts
+    layers = len(model.greenroom.bindings.modules)
+    assert counts[0] == [(2 * layers, True), (2 * layers, False), (2 * layers, True)]
 
 
 def test_a_cache_that_grows_and_shrinks_has_both_kinds_of_graphs(monkeypatch):
@@ -332,13 +433,7 @@ def test_a_graph_counts_uses_as_a_pass_without_it_does(monkeypatch):
             torch.inference_mode(),
         ):
             model.greenroom.bindings._graph._refused = refused
-            seen: list[tuple[int, list[int]]] = []
-
-            def observe(layer: int, experts: Any, seen: list[Any] = seen) -> None:
-                seen.append((layer, experts.tolist()))
-
-            for binding in model.greenroom.bindings._graph._bindings:
-                object.__setattr__(binding, "on_routing", observe)
+            seen = observed(model.greenroom.bindings._graph._bindings)
             replays = counted(monkeypatch)
             tokens_of(model, prompt(model), TOKENS)
             assert bool(replays) != refused

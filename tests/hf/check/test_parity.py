@@ -106,8 +106,8 @@ def test_cache_counts_equal_those_of_the_simulator():
                 note(event)
             tell(event)
 
-        def served(event):
-            slots = serve(event)
+        def served(event, now):
+            slots = serve(event, now)
             if slots is not None:
                 note(event)
             return slots

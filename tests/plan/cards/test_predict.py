@@ -10,6 +10,8 @@ from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.home_devices import SPREAD
 from greenroom.errors import BudgetError
 from greenroom.plan.cards.predict import Prediction, predict
+from greenroom.plan.estimate import Estimator
+from greenroom.plan.settings import AUTO, DEFAULT, OFF
 from greenroom.plan.workload import synthetic_workload
 from tests.options import needs_option
 from tests.plan.models import MIB, MODEL
@@ -50,6 +52,37 @@ def test_tokens_that_are_graphs_take_the_host_less_time() -> None:
     two = prediction(MODEL.experts // 2, 0, graph, cards=2)
     assert two.fits
     assert not two.graph  # of one GPU only
+
+
+def test_tokens_in_pieces_take_the_host_less_time() -> None:
+    """A layer takes 0.5 ms in place of 2 ms, for one token."""
+    pieces = replace(COSTS, pieces=COSTS.dense.with_single(0.5e-3))
+    plain, some = (prediction(48, MODEL.experts, costs) for costs in (COSTS, pieces))
+    assert (plain.pieces, some.pieces, some.graph) == (False, True, False)
+    assert some.moved.tpot == pytest.approx(plain.moved.tpot - 4 * 1.5e-3)
+    assert some.moved.ttft == plain.moved.ttft
+    if some.shared is not None:  # else co-compute was removed
+        assert plain.shared is not None
+        assert some.shared.tpot == pytest.approx(plain.shared.tpot - 4 * 1.5e-3, rel=1e-2)
+    everything = prediction(MODEL.experts, 0, pieces)
+    assert not everything.pieces
+    assert everything.moved.tpot == prediction(MODEL.experts, 0).moved.tpot
+    assert not prediction(24, MODEL.experts, pieces, cards=2).pieces  # of one GPU only
+
+
+@pytest.mark.parametrize(("layer", "prefetches"), [(1.999e-3, True), (0.1e-3, False)])
+def test_prefetching_must_be_faster_than_pieces(layer: float, prefetches: bool) -> None:
+    """A guarded run either predicts, or each layer takes `layer` in place of 2 ms."""
+    costs = replace(COSTS, links=(Link(MIB / 1e-3, 0.0, 2),), host=None)
+    pieces = replace(costs, pieces=costs.dense.with_single(layer))
+    estimator, plain = Estimator(MODEL, pieces, WORKLOAD), Estimator(MODEL, costs, WORKLOAD)
+    guarded, off = (
+        estimator.of(replace(DEFAULT, prefetch=prefetch), 32, bracket=False).tpot
+        for prefetch in (AUTO, OFF)
+    )
+    ahead = plain.of(replace(DEFAULT, prefetch=AUTO), 32, bracket=False).tpot
+    assert guarded == pytest.approx(ahead if prefetches else off)
+    assert (guarded < off) == prefetches
 
 
 def test_several_cards_hold_more_and_have_a_placement() -> None:
@@ -93,6 +126,17 @@ def test_the_host_takes_misses_where_that_is_sooner() -> None:
     assert predicted.shared.setting.co_compute == "auto"
     assert predicted.shared.tpot < 0.9 * predicted.moved.tpot
     assert prediction(16, 0).shared is None
+
+
+@needs_option("co_compute")
+def test_the_host_s_share_takes_time_of_its_own() -> None:
+    """Layers that miss take 1 ms more where misses are divided; what is moved takes no longer."""
+    costs = replace(COSTS, shared_miss=1e-3)
+    plain, shared = (prediction(16, MODEL.experts, each) for each in (COSTS, costs))
+    assert shared.moved.tpot == plain.moved.tpot
+    assert plain.shared is not None
+    assert shared.shared is not None
+    assert 1e-3 < shared.shared.tpot - plain.shared.tpot < 4.01e-3
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_it_needs() -> None:

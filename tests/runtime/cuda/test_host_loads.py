@@ -184,8 +184,7 @@ def test_bytes_that_were_read_again_elsewhere_are_found(rig):
 def test_neighbours_are_one_copy_and_others_are_written_as_slots_do(rig, monkeypatch):
     rig.launch((2, 0, 1))
     (plan,) = rig.memory.plans.values()
-    assert [(begin, end) for _, begin, end in plan.ranges] == [(0, 8192), (8192, 16384),
-                                                                (16384, 24576)]  # fmt: skip
+    assert plan.bounds == ((0, 8192), (8192, 16384), (16384, 24576))
     assert plan.nbytes == 24576
 
     def nowhere(self: Any, writes: Any) -> None:
@@ -195,6 +194,21 @@ def test_neighbours_are_one_copy_and_others_are_written_as_slots_do(rig, monkeyp
     monkeypatch.setattr(DeviceSlots, "plain_ranges", nowhere)
     rig.launch((2, 1, 1))
     assert rig.content(1) == [2, 2.5]
+
+
+def test_views_of_a_slot_are_kept_until_slots_change(rig):
+    rig.launch((2, 0, 1))
+    rig.launch((5, 1, 0), (7, 2, 2))
+    bounds = {id(plan.bounds) for plan in rig.memory.plans.values()}
+    assert len(bounds) == 1  # of equal experts
+    (plan, *_) = rig.memory.plans.values()
+    views = rig.slots.parts(0, plan.bounds)
+    assert rig.slots.parts(0, plan.bounds) is views
+    assert [view.numel() for view in rig.slots.parts(0, ((0, 5), (7, 9)))] == [5, 2]
+    again = rig.slots.parts(0, plan.bounds)
+    assert [each.data_ptr() for each in again] == [each.data_ptr() for each in views]
+    rig.slots.trim(rig.slots.capacity)
+    assert rig.slots._parts == {}
 
 
 def test_bytes_of_other_forms_have_no_plain_ranges(rig):

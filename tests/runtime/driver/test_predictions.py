@@ -161,6 +161,35 @@ def test_the_guard_observes_decode_and_decides_for_the_next_pass(rig):
     assert r.scheduler.counts.prefetches == began
 
 
+@pytest.mark.parametrize("worker", [False, True])
+def test_a_predictor_observes_steps_that_need_no_event(rig, worker):
+    """While the guard says off, steps whose experts are resident are served at once."""
+    r = ahead(rig, lambda layer: [3], guard=True, worker=worker)
+    predictions, observed, handled = r.driver.predictions, [], []
+    predictions.foresight.predictor.observe = lambda routing: observed.append(routing.layer)
+    predictions.start_off()
+    for _ in range(2):
+        r.begin()
+        for layer in (0, 1):
+            r.step(layer, 0)
+        handle, r.driver._handle = r.driver._handle, handled.append  # of the second pass
+        r.driver.end_pass()
+        predictions.drain()
+    r.driver._handle = handle
+    assert observed == [0, 1] * 2
+    assert handled == []
+    assert r.scheduler.counts.prefetches == 0
+    assert not predictions.foresight.on
+
+
+def test_a_driver_without_a_guard_always_predicts(rig):
+    r = ahead(rig, lambda layer: [3])
+    r.driver.predictions.start_off()
+    assert r.driver.predictions.predicts
+    r.driver.resize(16)
+    assert not r.driver.predictions.predicts
+
+
 def test_a_predictor_that_fails_in_its_worker_ends_no_step(rig, monkeypatch):
     """It is removed while a step asks for it: here after each time that the step looks for it."""
     r = ahead(rig, lambda layer: [], worker=True)

@@ -172,8 +172,10 @@ def assumptions(card: Card, host: Host, machine: Machine) -> list[str]:
         " the data sheet.",
         f"host: {show_bytes(host.memory)} of memory at {host.bandwidth / 1e9:.1f} GB/s, disk at"
         f" {host.disk.bandwidth / 1e9:.2f} GB/s; Python takes"
-        f" {(host_work.LAYER + host_work.HIT) * 1e3:.2g} ms a layer, and"
-        f" {host_work.MISS * 1e3:.2g} ms more if experts are missing, as measured without a GPU.",
+        f" {(host_work.LAYER + host_work.HIT) * 1e3:.2g} ms a layer,"
+        f" {host_work.PIECE * 1e3:.2g} ms where the layer is one graph, and"
+        f" {host_work.MISS * 1e3:.2g} ms more if experts are missing"
+        f" ({host_work.SHARED_MISS * 1e3:.2g} with --co-compute auto), as measured without a GPU.",
         "docs/planning.md has the sources of these figures, and predictions beside published"
         " measurements of other engines.",
     ]
@@ -191,6 +193,8 @@ def fit(model: Model, predicted: Prediction, cards: int) -> list[str]:
         lines = [f"{model.name}: all {model.experts:,} experts fit in {memory}."]
     if predicted.graph:
         lines.append("The pass of a token is one CUDA graph, which takes almost no time of Python.")
+    elif predicted.pieces:
+        lines.append("The pass of a token is one CUDA graph for each layer.")
     elif predicted.fits and cards == 1:
         lines.append("The pass of a token is no CUDA graph: this model has none.")
     if cards > 1:
@@ -237,7 +241,7 @@ def as_json(
     return {
         "model": model, "gpu": card.name, "source": card.source, "predicted": True,
         "num_gpus": cards, "device_placement": predicted.placement.name if cards > 1 else None,
-        "token_graph": predicted.graph,
+        "token_graph": predicted.graph, "token_in_pieces": predicted.pieces,
         "capacity": predicted.capacity, "host_capacity": predicted.host,
         "moved": predicted.moved.as_json(), "shared": shared and shared.as_json(),
         "machine": machine.as_json(),

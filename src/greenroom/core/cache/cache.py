@@ -245,7 +245,7 @@ class Cache:
         self.state.pinned[self._unpinned] += 1
         self._unpinned = NO_PIECES
 
-    def _report_hits(self) -> None:
+    def report_hits(self) -> None:
         """Report all steps to every policy, before it decides or its state is read."""
         self.pin_hits()
         for device, log in enumerate(self._unreported):
@@ -256,13 +256,13 @@ class Cache:
     @property
     def policy_states(self) -> list[Any]:
         """The states of the eviction policy, one for each device."""
-        self._report_hits()
+        self.report_hits()
         return self._policy_states
 
     def _at(self, piece: int) -> tuple[CacheState, Any, LogicalTime]:
         """Arguments for a policy's decision about a piece, between steps."""
         device = int(self.pieces.home_device[piece])
-        self._report_hits()
+        self.report_hits()
         return (
             self._device_states[device],
             self._policy_states[device],
@@ -378,7 +378,7 @@ class Cache:
 
         BudgetError if the new capacity is too small for the slot groups or the pinned set."""
         state, sizes = self.state, self.sizes_for(capacity)
-        self._report_hits()
+        self.report_hits()
         each = len(sizes) // self.pieces.devices
         for slot_group, size in enumerate(sizes):
             members = [p for p in self.residents() if state.group_of[p] == slot_group]

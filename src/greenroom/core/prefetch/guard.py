@@ -44,7 +44,7 @@ MOST_TOKENS = 64  # a pass with more tokens is a prompt's
 class Guard:
     """The decision whether forward passes prefetch experts, by timed trials with and without.
 
-    on:      the decision for the next pass; the first passes prefetch
+    on:      the decision for the next pass; the first passes prefetch, unless `start_off` says so
     verdict: one line about the last change of the decision; None before the first trial has ended
     trials:  the number of completed trials
     """
@@ -60,6 +60,10 @@ class Guard:
         self._next, self._interval = WARM_UP, INTERVAL
         self._stalls: list[float] = []
         self._usual: float | None = None
+
+    def start_off(self) -> None:
+        """Let passes run without prefetching until the first trial has ended."""
+        self.on = self._incumbent = False
 
     def passed(self, seconds: float, stall_s: float, tokens: int = 1) -> None:
         """Record the time of a forward pass, and its stalls for missing experts.

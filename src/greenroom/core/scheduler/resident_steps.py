@@ -54,18 +54,22 @@ class ResidentSteps:
         self._needs_events, self._layers = needs_events, placement.pieces.layers
         self._is_lru = placement.cache.policy.name == "lru"
 
-    def serve(self, event: Routed) -> Ints | None:
-        """Serve a step; return the slots of its experts in memory.
+    def serve(self, event: Routed, now: float) -> Ints | None:
+        """Serve a step at the time `now`; return the slots of its experts in memory.
 
         Returns None, and counts nothing, if an expert is missing or there is more to decide. No
         step may be under way.
         """
         if self.path is not None:
             return self.path.step(event.experts)
-        placement = self._placement
-        if placement.buffer.size or self._decides_more():
+        placement, cache = self._placement, self._placement.cache
+        if self._decides_more():
             return None
-        slots = placement.cache.serve_hits(
+        if placement.buffer.size:  # the prediction is compared with the cache before the step
+            if event.prefill or -1 in cache.state.slot_of[event.experts].tolist():
+                return None
+            self._prefetcher.routed(event, now)
+        slots = cache.serve_hits(
             event.experts, event.layer, event.step, event.request, event.prefill, event.rows,
             event.weights,
         )  # fmt: skip
@@ -76,6 +80,10 @@ class ResidentSteps:
         self._counts.hits += slots.size
         place: Ints = placement.tier_slots[slots]
         return place
+
+    def report(self) -> None:
+        """Report the served steps to the policy now; else it learns of them at the next miss."""
+        self._placement.cache.report_hits()
 
     def _decides_more(self) -> bool:
         """Tell whether more than the eviction policy decides about the next step."""

@@ -132,14 +132,18 @@ class Bindings:
                     if (decode_pass := DecodePass.of(module, fused)) is not None:
                         self.accelerated.add_pass(module, decode_pass.forward)
         if self.kernel.name == GPU_KERNEL:
-            from greenroom.hf.attach.graph_pass import GraphPass  # which imports Triton
-
-            room, top_k = max(self._setup.context, ROOM), experts_per_token(model)
-            exact = self._setup.approximation is None
-            self._graph = GraphPass.of(model, self.modules, self._engine, top_k, room, exact)
+            self._replace_pass(model, inputs)
         self.kernel_description = describe_kernel(
             self.kernel, self.experts, self._setup.kernel_fallback
         )
+
+    def _replace_pass(self, model: PreTrainedModel, inputs: GateInputProbe | None) -> None:
+        """Let single tokens of a model's decoder be CUDA graphs, where they can be."""
+        from greenroom.hf.attach.graph_pass import GraphPass  # which imports Triton
+
+        room, top_k = max(self._setup.context, ROOM), experts_per_token(model)
+        exact, hooks = self._setup.approximation is None, inputs.hooks if inputs else ()
+        self._graph = GraphPass.of(model, self.modules, self._engine, top_k, room, exact, hooks)
 
     def _wrapped_kernel(self, model: PreTrainedModel) -> Kernel:
         """Wrap the kernel for several GPUs, for CPU and GPU, for segments or approximation."""

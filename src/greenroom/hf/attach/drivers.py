@@ -78,7 +78,7 @@ def make_driver(
         between = make_host_memory(setup, pieces, chunks, staging, engines, co_compute)
         between.pin(progress)
     table = None
-    if has_slot_table(setup, co_compute):
+    if has_slot_table(setup):
         assert isinstance(slots, DeviceSlots)
         table = SlotTable(engines[0], slots, pieces.chunks.tolist())
     driver = Driver(
@@ -95,12 +95,12 @@ def make_driver(
     return driver, tier
 
 
-def has_slot_table(setup: ModelSetup, co_compute: bool) -> bool:
+def has_slot_table(setup: ModelSetup) -> bool:
     """Return whether a table on the GPU says which slot has an expert.
 
-    Kernels for one token read it, if each expert is in one slot of one GPU, and computed there.
+    Kernels for one token read it, if each expert is in one slot of one GPU.
     """
-    if not setup.cuda or len(setup.devices) > 1 or co_compute or kernels_of(setup) != GPU_KERNEL:
+    if not setup.cuda or len(setup.devices) > 1 or kernels_of(setup) != GPU_KERNEL:
         return False
     exact = not setup.approximates_misses and setup.variants is None
     return exact and not setup.catalog.layouts[0].segments

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import output_capturing
 
-from greenroom.errors import DeviceError
+from greenroom.errors import DeviceError, StoreError
 from greenroom.hf.attach import shared
 from greenroom.hf.attach.module_guard import make_change_check
 from greenroom.hf.attach.token_attention import (
@@ -38,10 +38,11 @@ from greenroom.hf.model.graph_decoder import graph_decoder
 from greenroom.runtime.cuda.engine import Engine, device_errors, is_out_of_memory
 from greenroom.runtime.cuda.piece_graph import Padded, PieceGraph
 from greenroom.runtime.cuda.token_graph import LayerStates, NoGraph, TokenGraph
-from greenroom.runtime.forward import BINDING, Binding, serve_token
+from greenroom.runtime.forward import BINDING, Binding
 from greenroom.runtime.kernels.dense.module_check import GLOBAL_HOOKS, OwnForwardHook
 from greenroom.runtime.kernels.resident.decode_pass import ARGUMENTS
 from greenroom.runtime.slots.resident_tables import SlotTables
+from greenroom.runtime.token_step import serve_token
 
 HIDDEN, CACHE = "last_hidden_state", "past_key_values"  # fields of a decoder's result
 
@@ -93,6 +94,7 @@ class GraphPass:
         top_k: int,
         room: int,
         exact: bool,
+        inputs: Sequence[object] = (),
     ) -> None:
         """Replace the attention of a decoder, and its forward if experts can be found by a device.
 
@@ -100,6 +102,9 @@ class GraphPass:
         top_k:    experts that a token uses in a layer
         room:     the most tokens of a KV cache
         exact:    experts are those that the routers choose; else there is no graph
+        inputs:   hooks that do nothing needed while no expert is predicted
+
+        Prefetching is off until it was measured, since tokens that predict are no graphs.
         """
         self._decoder, self._bindings, self._engine = decoder, bindings, engine
         self._by_layer = {binding.layer: binding for binding in bindings}
@@ -112,9 +117,11 @@ class GraphPass:
         self._threads, self._refused = _Graphs(), False
         self._changed: Callable[[], bool] | None = None  # since the first graph was made
         self._last_hook, self._hooked = -1, False  # the number of the last hook when they were seen
+        self._inputs = inputs
         replace_attention(decoder)  # also without graphs: bits do not depend on a run's options
         if exact and all(binding.token_launches is not None for binding in bindings):
             decoder.forward = self.forward
+            self._driver.predictions.start_off()
 
     @staticmethod
     def of(
@@ -124,6 +131,7 @@ class GraphPass:
         top_k: int,
         room: int,
         exact: bool,
+        inputs: Sequence[object] = (),
     ) -> GraphPass | None:
         """Replace attention and forward of a model's decoder; None if it cannot be a graph.
 
@@ -133,7 +141,7 @@ class GraphPass:
         decoder = graph_decoder(model, modules)
         if decoder is None:
             return None
-        return GraphPass(decoder, bindings, engine, top_k, room, exact)
+        return GraphPass(decoder, bindings, engine, top_k, room, exact, inputs)
 
     def compile(self) -> None:
         """Compile the attention of single tokens now, by a trial computation."""
@@ -157,7 +165,12 @@ class GraphPass:
             return self._original(*args, **kwargs)
         threads, graph = self._threads, token.graph  # another thread may resize the cache
         if graph is None:
-            return self._compare(token, kwargs)
+            deferred = self._driver.deferred
+            deferred.without_host = True  # a CPU rounds in another way
+            try:
+                return self._compare(token, kwargs)
+            finally:
+                deferred.without_host = False
         with device_errors():
             if isinstance(graph, PieceGraph):
                 hidden = self._replay_pieces(graph, token)
@@ -192,7 +205,7 @@ class GraphPass:
             or torch.compiler.is_compiling()
             or kwargs.get("use_cache") is False
             or driver.timeline is not None
-            or driver.predictions.enabled
+            or driver.predictions.predicts
             or (driver.all_have_slots and not driver.resident.is_open)  # experts are being loaded
             or vars(self._settings[0]) != self._settings[1]
             or self._has_hooks()
@@ -225,7 +238,7 @@ class GraphPass:
             hooks = [hook for each in modules for hook in each._forward_hooks.values()]
             hooks += [hook for each in modules for hook in each._forward_pre_hooks.values()]
             hooks += [hook for each in GLOBAL_HOOKS for hook in each.values()]
-            self._hooked = not all(map(_does_nothing, hooks))
+            self._hooked = not all(hook in self._inputs or _does_nothing(hook) for hook in hooks)
         return self._hooked
 
     def _compare(self, token: _Token, kwargs: dict[str, Any]) -> Any:
@@ -248,6 +261,8 @@ class GraphPass:
         except NoGraph as reason:
             log.info("--device cuda: single tokens are no graph: %s", reason)
             self._refused = True
+        except StoreError as error:  # a later token is compared
+            log.info("--device cuda: no graph of this token: %s", error)
         except DeviceError as error:
             if not is_out_of_memory(error.__cause__):
                 raise

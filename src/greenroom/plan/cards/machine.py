@@ -59,7 +59,7 @@ def card_costs(card: Card, expert_bytes: int) -> Costs:
     gpu = _processor(card)
     return Costs(
         (_link(card, None),), gpu.expert.at(expert_bytes), Work.constant(gpu.layer), gpu.fetch,
-        hop=gpu.hop, miss=gpu.miss,
+        hop=gpu.hop, miss=gpu.miss, shared_miss=gpu.shared_miss,
     )  # fmt: skip
 
 
@@ -74,6 +74,7 @@ def _processor(card: Card) -> Processor:
         "gpu", "device", table, table, layer=host_work.LAYER + host_work.HIT,
         fetch=host_work.FETCH, hop=host_work.HOP, miss=host_work.MISS,
         graph_token=host_work.GRAPH_TOKEN, graph_layer=host_work.GRAPH_LAYER,
+        piece_layer=host_work.PIECE, shared_miss=host_work.SHARED_MISS,
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ class Prediction:
     host:     experts that main memory holds
     fits:     whether the cards' memory holds all experts
     graph:    whether the passes of single tokens are one CUDA graph
+    pieces:   whether they are one for each layer
     placement: of experts on several cards
     moved:    estimate in which misses are moved to the card
     shared:   estimate in which the host's processor computes some misses (`--co-compute auto`);
@@ -41,6 +42,7 @@ class Prediction:
     host: int
     fits: bool
     graph: bool
+    pieces: bool
     placement: DevicePlacement
     moved: Estimate
     shared: Estimate | None
@@ -81,7 +83,8 @@ def predict(
         shared = both.of(replace(REACTIVE, co_compute=AUTO), capacity, bracket)
     estimate = moved.of(REACTIVE, capacity, bracket)
     graph = fits and cards == 1 and costs.resident is not None
-    return Prediction(capacity, host, fits, graph, placement, estimate, shared)
+    pieces = not fits and cards == 1 and costs.pieces is not None
+    return Prediction(capacity, host, fits, graph, pieces, placement, estimate, shared)
 
 
 def _slots_on_cards(

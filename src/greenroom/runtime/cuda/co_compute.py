@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,35 +27,53 @@ CPU = torch.device("cpu")
 
 
 class HostShare:
-    """The part of an MoE layer's computation that the host processor performs."""
+    """The part of an MoE layer's computation that the host processor performs.
 
-    def __init__(self, step: KernelStep, layer: LayerExperts, engine: Engine) -> None:
+    experts: those that were computed so far
+    outputs: the computation that has their outputs; None: none yet
+    """
+
+    def __init__(
+        self,
+        layer: LayerExperts,
+        inputs: Sequence[Tensor],
+        routing: Routing,
+        kernel: Kernel,
+        engine: Engine,
+    ) -> None:
         """Begin to copy the inputs of a layer's computation to the host.
 
-        step: the computation on the GPU
-        layer: the layer's experts in host memory
+        layer:  the layer's experts in host memory
+        inputs: hidden states and gate weights on the GPU
+        kernel: computes on the host
         """
-        self.experts: list[int] = []  # computed so far
-        self._layer, self._routing, self._engine = layer, step.routing, engine
-        self._inputs = [engine.copy_to_host(tensor) for tensor in (step.x, step.weights)]
-        self._kernel = step.main_step.host_kernel(layer)
-        self._step: KernelStep | None = None
+        self.experts: list[int] = []
+        self.outputs: KernelStep | None = None
+        self.routing = routing
+        self._layer, self._kernel, self._engine = layer, kernel, engine
+        self._inputs = [engine.copy_to_host(tensor) for tensor in inputs]
 
     def compute(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Compute the given experts on the host processor, from slots in host memory."""
-        if self._step is None:
+        if self.outputs is None:
             for _, mark in self._inputs:
                 self._engine.wait(mark)
             (x, _), (weights, _) = self._inputs
-            self._step = self._kernel.begin(self._layer, x, self._routing, weights)
-        self._step.compute_from(experts, slots, self._layer)
+            self.outputs = self._kernel.begin(self._layer, x, self.routing, weights)
+        self.outputs.compute_from(experts, slots, self._layer)
         self.experts += experts
 
     def merge_into(self, step: KernelStep) -> None:
         """Merge the outputs of the experts that the host computed into the GPU's computation."""
         if self.experts:
             step.main_step.compute_group([], [])  # some kernels send the routing with it
-            step.main_step.merge_outputs(self._step, self.experts, self._engine.copy_to_device)
+            step.main_step.merge_outputs(self.outputs, self.experts, self._engine.copy_to_device)
+
+    def merge_into_token(self, launches: Any) -> None:
+        """Merge the outputs into a token's sum, which was launched without them."""
+        if self.experts:
+            send = self._engine.copy_to_device
+            launches.merge_outputs(self.outputs, self.experts, self.routing, send)
 
 
 class ThreadShare(threading.local):
@@ -99,9 +118,21 @@ class CoComputeKernel(Kernel):
     ) -> Callable[[], None]:
         """Return a function that computes an expert group on the host, from host slots."""
         if (share := self._share.current) is None:
-            share = HostShare(step, self._layers[id(step.layer)], self._engine)
+            layer, main = self._layers[id(step.layer)], step.main_step.host_kernel
+            inputs = step.x, step.weights
+            share = HostShare(layer, inputs, step.routing, main(layer), self._engine)
             self._share.current = share
         return partial(share.compute, experts, slots)
+
+    def token_launches(self, layer: LayerExperts, table: Any, first: int) -> Any:
+        return self.kernel.token_launches(layer, table, first)
+
+    def token_share(self, layer: LayerExperts, launches: Any, report: list[int]) -> HostShare:
+        """Return the host's share of a token's experts, whose others a device has launched."""
+        layer = self._layers[id(layer)]
+        routing = Routing.of(launches.choice(report), layer.num_experts)
+        kernel = launches.host_kernel(layer)
+        return HostShare(layer, launches.inputs, routing, kernel, self._engine)
 
     def combine(self, step: KernelStep) -> Tensor:
         """Return the sum of expert outputs of GPU and host: [tokens, hidden], in x's dtype."""

@@ -40,13 +40,15 @@ class Plan(NamedTuple):
 
     It is made once: to make views of bytes takes longer than to launch the copies.
 
-    chunks: the arguments of `DeviceSlots.launch_write`
-    ranges: (source, first byte and end in the slot), if all copies move bytes as they are
+    chunks:  the arguments of `DeviceSlots.launch_write`
+    sources: the bytes in host memory, if all copies move bytes as they are
+    bounds:  their first bytes and ends in the slot; equal ones are the same object
     """
 
     nbytes: int
     chunks: Sequence[tuple[tuple[Copy, ...], np.ndarray, int]]
-    ranges: Sequence[tuple[Tensor, int, int]] | None
+    sources: Sequence[Tensor] | None
+    bounds: tuple[tuple[int, int], ...] = ()
 
 
 class HostLoads:
@@ -66,6 +68,7 @@ class HostLoads:
         self._chunks_of, self._slots, self._host_memory = chunks_of, slots, host_memory
         self._table, self._engine = table, table.engine
         self._launched = deque[Copies]()  # whose times are not counted yet
+        self._bounds: dict[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]] = {}
 
     def launch(self, layer: int, loads: Sequence[Load], compute: Callable[[], object]) -> None:
         """Launch the copies of a step's missing experts, then its computation by `compute`."""
@@ -91,25 +94,30 @@ class HostLoads:
         plan: Plan | None = self._host_memory.plans.get(load.host_slot)
         if plan is None:
             plan = self._host_memory.plans[load.host_slot] = self._plan(load)
-        if plan.ranges is not None:
-            target = self._slots.bytes(load.slot)
-            for part, begin, end in plan.ranges:
-                target[begin:end].copy_(part, non_blocking=True)
+        if plan.sources is not None:
+            targets = self._slots.parts(load.slot, plan.bounds)
+            for target, source in zip(targets, plan.sources, strict=True):
+                target.copy_(source, non_blocking=True)
             return plan.nbytes
         self._slots.clear(load.slot)
-        for source in plan.chunks:
-            self._slots.launch_write(load.slot, *source)
+        for chunk in plan.chunks:
+            self._slots.launch_write(load.slot, *chunk)
         return plan.nbytes
 
     def _plan(self, load: Load) -> Plan:
         """Plan the copies of an expert from its slot in host memory."""
         chunks = self._chunks_of(load.piece)
-        sources = [
+        writes = [
             self._host_memory.slot_source(load.host_slot, number, chunk)
             for number, chunk in enumerate(chunks)
         ]
         nbytes = sum(chunk.length for chunk in chunks)
-        return Plan(nbytes, sources, self._slots.plain_ranges(sources))
+        ranges = self._slots.plain_ranges(writes)
+        if ranges is None:
+            return Plan(nbytes, writes, None)
+        bounds = tuple((begin, end) for _, begin, end in ranges)
+        bounds = self._bounds.setdefault(bounds, bounds)
+        return Plan(nbytes, writes, [source for source, _, _ in ranges], bounds)
 
     def take_ended(self) -> Iterator[tuple[int, int, float]]:
         """Yield (layer, bytes, seconds) of the copies that have ended since the last call.

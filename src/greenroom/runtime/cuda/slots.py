@@ -56,6 +56,7 @@ class DeviceSlots(SlotPool):
         assert stride % ALIGNMENT == 0
         self.engine, self.stride, self.reserve = engine, stride, max(capacity, reserve)
         self.capacity, self._plane_joiner = 0, plane_joiner
+        self._parts: dict[int, tuple[Sequence[tuple[int, int]], list[Tensor]]] = {}
         self._segments: list[Tensor] = []
         self._first_slots: list[int] = []  # the first slot of each segment
         self._marks: dict[int, Mark] = {}  # behind the last group that reads each slot
@@ -71,6 +72,18 @@ class DeviceSlots(SlotPool):
         number = bisect_right(self._first_slots, slot) - 1
         at = (slot - self._first_slots[number]) * self.stride
         return self._segments[number][at : at + self.stride]
+
+    def parts(self, slot: int, bounds: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Return views of a slot's bytes, each from a first byte to an end.
+
+        They are kept for the next call: to make a view takes as long as to launch a copy.
+        """
+        entry = self._parts.get(slot)
+        if entry is None or entry[0] is not bounds:
+            with torch.inference_mode(False):  # threads of both modes write to them
+                content = self.bytes(slot)
+                entry = self._parts[slot] = bounds, [content[begin:end] for begin, end in bounds]
+        return entry[1]
 
     def address(self, slot: int) -> int:
         """Return the address of a slot in device memory."""
@@ -252,6 +265,7 @@ class DeviceSlots(SlotPool):
                 f"the cache of experts can have between 0 and {self.reserve} slots, not {capacity}:"
                 " give a cache size within these bounds"
             )
+        self._parts.clear()
         while self._first_slots and self._first_slots[-1] >= capacity:
             self._first_slots.pop()
             dropped = self._segments.pop()
@@ -307,6 +321,7 @@ class DeviceSlots(SlotPool):
         for segment in self._segments:
             self.engine.free(segment)
         self._segments.clear()
+        self._parts.clear()
         self._first_slots.clear()
         self._marks.clear()
         self._scratch.clear()

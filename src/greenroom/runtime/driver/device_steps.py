@@ -26,12 +26,16 @@ class ComputedStep(NamedTuple):
     """A step of one token that a device has computed from slots.
 
     experts: returns the step's experts, as ids within the layer, ascending
+    observe: see `observe_routing` of `Driver.step`
     serve:   lets the scheduler serve the step
+    note:    tells observers of the router's choice
     """
 
     layer: int
     experts: Callable[[], list[int]]
+    observe: Callable[[bool], LayerRouting]
     serve: Callable[[], None]
+    note: Callable[[], None]
 
 
 class DeferredSteps(threading.local):
@@ -40,7 +44,11 @@ class DeferredSteps(threading.local):
     They are of one pass. They are served before the thread asks anything else of the scheduler,
     which therefore decides as if it had served them at once. The device computes later layers
     meanwhile.
+
+    without_host: the host's processor computes none of the thread's missing experts
     """
+
+    without_host = False
 
     def __init__(self, serve_together: Callable[[Sequence[ComputedStep]], int]) -> None:
         """Begin without steps; `serve_together` serves the first ones, returns how many."""
@@ -58,6 +66,8 @@ class DeferredSteps(threading.local):
             steps, self._steps = self._steps, []
             for step in steps[self._serve_together(steps) :]:
                 step.serve()
+            for step in steps:
+                step.note()
 
 
 class DeviceSteps:
@@ -83,7 +93,7 @@ class DeviceSteps:
     def serve(self, steps: Sequence[ComputedStep]) -> int:
         """Serve steps of a pass that were computed; return how many until one needs events."""
         driver = self._driver
-        if driver.timeline is not None or driver.predictions.enabled:
+        if driver.timeline is not None or driver.predictions.predicts:
             return 0
         chosen = [(step.layer, step.experts()) for step in steps]
         resident, residents = driver.resident, driver.scheduler.resident_steps
@@ -94,13 +104,18 @@ class DeviceSteps:
                 if served:
                     driver.passes.note_layers(chosen[0][0], chosen[-1][0])
                 return served or 0
+            passes, now = list[int](), time.perf_counter()
             with driver.lock:
-                for number, (layer, experts) in enumerate(chosen):
+                for layer, experts in chosen:
                     event = self._event(layer, experts)
-                    if residents.serve(event) is None:
-                        return number
+                    if residents.serve(event, now) is None:
+                        break
                     self._count(event)
-        return len(chosen)
+                    passes.append(event.step)
+                residents.report()  # while the device computes, not when it waits for a miss
+            for number, step in zip(passes, steps, strict=False):
+                driver.predictions.observe(number, step.layer, step.observe)
+        return len(passes)
 
     def load(
         self,
@@ -137,9 +152,7 @@ class DeviceSteps:
                 self._count(event)  # while experts are on their way
                 driver.miss_counts[layer] += len(missing)
                 self._count_ended(loads)
-            if driver.predictions.enabled:
-                driver.predictions.reached(event.step, layer)
-                driver.predictions.routed(layer, observe_routing)
+            driver.predictions.observe(event.step, layer, observe_routing)
         return True
 
     def _undo(self, missing: list[Load] | None, event: Routed, error: BaseException) -> None:

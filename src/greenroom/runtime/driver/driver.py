@@ -185,10 +185,8 @@ class Driver:
                 passes.number, layer, pieces, passes.request, rows, weights, passes.prefill,
                 tail_weights, prepare_host_job is None, frozenset(first + e for e in computed),
             )  # fmt: skip
-            with self.lock:
-                predicts, residents = self.predictions.enabled, self.scheduler.resident_steps
-                slots = None if predicts else residents.serve(event)
-            if slots is not None:
+            if (slots := self._resident_slots(event)) is not None:
+                self.predictions.observe(passes.number, layer, observe_routing)
                 self._compute_group(ComputeGroup(pieces, slots), compute, experts, slots)
                 return
             self._overlapped_work, self._error = overlapped_work, None
@@ -204,6 +202,12 @@ class Driver:
                 raise
             if action.failed >= 0:
                 raise self._error or read_error(action.failed)
+
+    def _resident_slots(self, event: Routed) -> np.ndarray | None:
+        """Serve a step without events; return its slots, None if it needs events."""
+        with self.lock:
+            residents, predicts = self.scheduler.resident_steps, self.predictions.predicts
+            return None if predicts else residents.serve(event, time.perf_counter())
 
     def _compute(
         self, layer: int, compute: ComputeExperts, prepare_host_job: PrepareHostJob | None

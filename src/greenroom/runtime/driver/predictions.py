@@ -74,6 +74,17 @@ class Predictions:
         """Check whether the predictor is called: not while every expert has a slot."""
         return self.foresight is not None and not self._all_have_slots()
 
+    @property
+    def predicts(self) -> bool:
+        """Check whether the predictor predicts in this pass; else it observes at most."""
+        return self._on and self.enabled
+
+    def start_off(self) -> None:
+        """Predict nothing until the guard's first trial; without a guard nothing changes."""
+        if self.guard is not None and self.foresight is not None:
+            self.guard.start_off()
+            self.foresight.on = self._on = False
+
     def begin(self, at: PassStart, number: int) -> None:
         """Begin a forward pass in the predictor; send its first predictions to the scheduler.
 
@@ -94,6 +105,14 @@ class Predictions:
     def reached(self, number: int, layer: int) -> None:
         """Record that a layer's router has chosen, in the pass `number`."""
         self._routed = number * self._layers + layer
+
+    def observe(
+        self, number: int, layer: int, observe_routing: Callable[[bool], LayerRouting] | None
+    ) -> None:
+        """Tell the predictor of a layer's choice in pass `number`, which needed no event."""
+        if self.enabled:
+            self.reached(number, layer)
+            self.routed(layer, observe_routing)
 
     def announce_routing(self, layer: int, pieces: Ints) -> None:
         """Start to fetch experts that a router has chosen, before their layer runs.

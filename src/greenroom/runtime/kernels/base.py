@@ -124,6 +124,13 @@ class Kernel:
         result: Tensor = step.combine()
         return result
 
+    def token_share(self, layer: LayerExperts, launches: Any, report: list[int]) -> Any:
+        """Return the host's share of one token's experts, if `host_job` is not None.
+
+        launches, report: those of the device, see `token_launches`
+        """
+        raise NotImplementedError
+
     def supports(self, layer: LayerExperts) -> bool:
         """Check that this kernel, not the eager kernel, computes an MoE layer."""
         return True

@@ -168,15 +168,19 @@ class CpuStep(base.KernelStep):
     def host_kernel(self, layer: LayerExperts) -> CpuKernel:
         return self.kernel
 
-    def expert_outputs(self, expert: int) -> Tensor:
-        """Return one expert's outputs [n, H] for its n tokens, with its bias.
+    def outputs_of(self, experts: Sequence[int]) -> Tensor:
+        """Return the outputs [n, H] of experts for their tokens, expert by expert, with biases.
 
         Gate weights and the layer's post-expert norm are not applied.
         """
-        layer, entries = self.layer, self.routing.entries(expert)
-        out = self.outputs[torch.from_numpy(self.routing.rows[entries])]
+        layer, entries = self.layer, self.routing.entries_of(experts)
+        rows = self.routing.rows.tolist()
+        out = self.outputs[[rows[n] for each in entries for n in each]]
         h = out.to(layer.recipe.compute or layer.dtype)
-        return h if layer.down_bias is None else h + layer.down_bias[expert].to(h.dtype)
+        if layer.down_bias is None:
+            return h
+        ids = [e for e, each in zip(experts, entries, strict=True) for _ in each]
+        return h + layer.down_bias[ids].to(h.dtype)
 
     def skip_experts(self, experts: Sequence[int]) -> None:
         """Leave the given experts, which are not computed, out of the weighted sum.

@@ -115,9 +115,9 @@ class UnweightedStep(EagerStep):
                 forward_without_norm(layer, expert, self.x[tokens], up, down),
             )
 
-    def expert_outputs(self, expert: int) -> Tensor:
-        """Return one expert's outputs [n, H], before gate weights and the post-expert norm."""
-        return self.outputs[expert][1]
+    def outputs_of(self, experts: Sequence[int]) -> Tensor:
+        """Return outputs [n, H], expert by expert, before gate weights and post-expert norm."""
+        return torch.cat([self.outputs[expert][1] for expert in experts])
 
 
 class UnweightedEagerKernel(Kernel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,3 +103,9 @@ class Routing:
         """
         i = int(np.searchsorted(self.experts, expert))
         return slice(int(self.starts[i]), int(self.starts[i + 1]))
+
+    def entries_of(self, experts: Sequence[int]) -> list[range]:
+        """Return the numbers of each expert's entries, of those that `entries` has."""
+        starts = self.starts.tolist()
+        place = {expert: i for i, expert in enumerate(self.experts.tolist())}
+        return [range(starts[place[e]], starts[place[e] + 1]) for e in experts]

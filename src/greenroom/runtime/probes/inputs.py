@@ -18,16 +18,16 @@ from greenroom.runtime.probes.routers import Router
 class GateInputProbe:
     """Forward pre-hooks that capture the latest input of each of a model's MoE routers.
 
-    The hooks stay until `detach`.
+    hooks: one for each router; they stay until `detach`
     """
 
     def __init__(self, routers: Sequence[Router]) -> None:
         self._inputs: list[Tensor | None] = [None] * len(routers)
-        self._hooks = [
-            router.module.register_forward_pre_hook(
-                InputHook(partial(self._inputs.__setitem__, layer)), with_kwargs=True
-            )
-            for layer, router in enumerate(routers)
+        layers = range(len(routers))
+        self.hooks = [InputHook(partial(self._inputs.__setitem__, layer)) for layer in layers]
+        self._handles = [
+            router.module.register_forward_pre_hook(hook, with_kwargs=True)
+            for router, hook in zip(routers, self.hooks, strict=True)
         ]
 
     def take_tensor(self, layer: int) -> Tensor:
@@ -64,9 +64,9 @@ class GateInputProbe:
 
         A second call does nothing.
         """
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         self._inputs[:] = [None] * len(self._inputs)
 
 

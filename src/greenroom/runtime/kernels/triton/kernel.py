@@ -287,18 +287,19 @@ class TritonStep(base.KernelStep):
             self.out[entries] = 0
             self.weights.view(-1)[upload(rows, self.plan.device)] = 0
 
-    def expert_outputs(self, expert: int) -> Tensor:
-        """Return one expert's outputs [n, H], before gate weights and the post-expert norm."""
+    def outputs_of(self, experts: Sequence[int]) -> Tensor:
+        """Return outputs [n, H], expert by expert, before gate weights and post-expert norm."""
         self._end_segments()
-        return self.out[self.routing.entries(expert)]
+        return torch.cat([self.out[self.routing.entries(expert)] for expert in experts])
 
     def merge_outputs(
         self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]
     ) -> None:
-        each = [other.expert_outputs(expert) for expert in experts]
-        outputs = send(torch.cat(each).to(self.out.dtype))
-        for expert, rows in zip(experts, outputs.split([len(e) for e in each]), strict=True):
-            self.expert_outputs(expert).copy_(rows, non_blocking=True)
+        self._end_segments()
+        entries = self.routing.entries_of(experts)
+        outputs = send(other.outputs_of(experts).to(self.out.dtype))
+        for each, rows in zip(entries, outputs.split([*map(len, entries)]), strict=True):
+            self.out[each.start : each.stop].copy_(rows, non_blocking=True)
 
     def host_kernel(self, layer: LayerExperts) -> Kernel:
         compiled = CpuKernel()

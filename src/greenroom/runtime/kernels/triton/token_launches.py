@@ -247,6 +247,32 @@ class TokenLaunches:
             numbers[unused] = -1
         self._changed = end
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """Return a token's hidden states [1, H] and gate weights [1, top_k]."""
+        return self._x, self._weights
+
+    def host_kernel(self, layer: LayerExperts) -> Any:
+        """Return a kernel for the host's processor; see `KernelStep.host_kernel`."""
+        return self._step.host_kernel(layer)
+
+    def merge_outputs(
+        self, other: Any, experts: Sequence[int], routing: Routing, send: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Add to a token's sum the outputs of experts that another processor has computed.
+
+        other:   the computation there, which has the token's `routing`
+        experts: none of those that were in slots
+        send:    copies a tensor to the device
+        """
+        outputs, rank = other.outputs_of(experts), routing.ranks.tolist()
+        ranks = [rank[n] for each in routing.entries_of(experts) for n in each]
+        with self.in_order():
+            rows = send(outputs.to(self._step.out.dtype))
+            for target, row in zip(ranks, rows, strict=True):
+                self._step.out[target].copy_(row, non_blocking=True)
+            self._add_up()
+
     def result(self) -> Tensor:
         """Return the sum over the experts that were computed, after `start_again`: [1, H]."""
         with self._on_device:
