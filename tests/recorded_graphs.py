@@ -24,15 +24,27 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.kernels.triton.kernel import Launch
 
-# On a GPU these operations wait for the values of a tensor.
+# On a GPU these operations wait for the values of a tensor, or for a copy of Python's values.
 WAITING_OPERATIONS = {
     "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim",
-    "_unique2", "unique_consecutive", "repeat_interleave",
+    "_unique2", "unique_consecutive", "repeat_interleave", "lift_fresh",
 }  # fmt: skip
+NOT_WAITING = {torch.ops.aten.repeat_interleave.self_int}
 UNINITIALISED = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 
 Operation = Callable[[], object]
 _capture = threading.local()
+
+
+def name_of(function: Any) -> str:
+    """Return the name of one of torch's operations, without its overload."""
+    name: str = function._schema.name.removeprefix("aten::")
+    return name
+
+
+def waits(function: Any) -> bool:
+    """Tell whether the host waits for one of torch's operations on a GPU."""
+    return name_of(function) in WAITING_OPERATIONS and function not in NOT_WAITING
 
 
 class Recording(TorchDispatchMode):
@@ -46,8 +58,8 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name, kwargs = function._schema.name.removeprefix("aten::"), kwargs or {}
-        if name in WAITING_OPERATIONS:
+        name, kwargs = name_of(function), kwargs or {}
+        if waits(function):
             raise RuntimeError(f"CUDA error: {name} is not permitted when stream is capturing")
         call = partial(function, *args, **kwargs)
         if function._schema.is_mutable:

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
+import greenroom.cli.doctor  # noqa: F401, before a fixture replaces what it imports
 from greenroom.cli.estimate import machine
 from greenroom.cli.estimate.card import fit, recommendation
 from greenroom.config import LoadConfig
-from greenroom.core.cost import Work
-from greenroom.core.machine import Machine
+from greenroom.core.cost import Link, Work
+from greenroom.core.machine import Machine, Processor
 from greenroom.hf.load.describe import describe
-from greenroom.plan.cards import table
-from greenroom.plan.cards.machine import HOST_SHARE, PCIE_SHARE
+from greenroom.plan.cards import host_work, table
+from greenroom.plan.cards.machine import HOST_SHARE, PCIE_SHARE, Host, predict_machine
 from greenroom.plan.cards.table import find_card, load_cards
 from tests.cli.conftest import Run
 from tests.models import cached_tiny
@@ -171,6 +172,42 @@ def test_misses_are_moved_or_shared(cli: Run, folder: Path, monkeypatch: pytest.
     assert 0 < shown["moved"]["miss_ratio"] < 1
     assert shown["shared"]["co_compute"] == "auto"
     assert (shown["token_graph"], shown["token_in_pieces"]) == (False, True)
+
+
+def measured_machine(memory: int) -> Machine:
+    """A machine whose GPU was measured, with so many bytes: times without the host's work."""
+    small = replace(find_card("t4"), name="T4 small", memory=memory)
+    machine = predict_machine(small, Host(8 << 30, 60e9, Link(3e9, 1e-4, 4)))
+    cpu, gpu = machine.processors
+    gpu = Processor(gpu.name, gpu.memory, gpu.expert, gpu.dense)
+    rates = {"pinned": 12e9, "pageable": 6e9, **machine.measured["device"]}
+    return replace(machine, processors=(cpu, gpu), measured={"device": rates})
+
+
+@needs_option("co_compute")
+def test_the_gpu_of_this_machine_is_predicted_too(cli: Run, folder: Path, home: Path):
+    """10 of 16 experts fit; what was measured of the machine decides about co-computing."""
+    model = describe(str(folder), LoadConfig(), on_a_gpu=True)
+    memory = int(1.25 * (model.fixed_bytes + 10 * model.slot_bytes + model.full_bytes) + 4)
+    profile = home / "greenroom" / "machine.json"
+    profile.parent.mkdir(exist_ok=True)
+    profile.write_text(json.dumps(measured_machine(memory).as_json()))
+    ran = cli("doctor", folder)
+    assert ran.code == 0, ran.err
+    part = ran.out.split("with the GPU, as measured:")[1]
+    assert re.search(r"1\d of 16 experts fit in 80 % of the card's memory, 16 in 80 %", part)
+    assert "The pass of a token is one CUDA graph for each layer." in part
+    assert re.search(r"^moved to the card .*\n--co-compute auto ", part, re.M)
+    shown = cli("doctor", folder, "--json").json["gpu"]
+    layers = model.layers
+    assert shown["moved"]["tpot_s"] > layers * host_work.PIECE
+    assert shown["shared"]["co_compute"] == "auto"
+    profile.write_text(json.dumps(measured_machine(1 << 20).as_json()))
+    assert "the GPU is too small: " in cli("doctor", folder).out
+    assert cli("doctor", folder, "--json").json["gpu"] == {"moved": None, "shared": None}
+    profile.write_text(json.dumps(MACHINE.as_json()))  # has no GPU
+    assert "GPU" not in cli("doctor", folder).out
+    assert cli("doctor", folder, "--json").json["gpu"] is None
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_it_needs(

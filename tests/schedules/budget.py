@@ -41,7 +41,7 @@ class Attached(Greenroom):
         self.setup: Any = SimpleNamespace(
             catalog=catalog(), keys_values=sizes, make_growing=lambda cache: None, cuda=False
         )
-        bindings: Any = SimpleNamespace(variants=None, shared=None)
+        bindings: Any = SimpleNamespace(variants=None, shared=None, check_weights=lambda: None)
         self._resize_lock, self._close = THREADS.Lock(), SimpleNamespace(alive=True)  # type: ignore
         self._fixed_slots, self.process_bytes = self.capacity, 0
         self._model = torch.nn.Identity  # type: ignore[assignment]

@@ -12,6 +12,7 @@ from greenroom.cli.estimate.card import (
     add_card_options,
     check_card_options,
     predict_on_card,
+    predict_on_gpu,
 )
 from greenroom.cli.estimate.machine import default_profile, machine_of, measure
 from greenroom.cli.options.fields import add_options, take
@@ -105,6 +106,7 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
     workload = synthetic_workload(model)
     estimator, runs = estimator_of(model, machine, workload, config)
     points = default_curve(estimator, available)
+    gpu = predict_on_gpu(args.model, config, machine) or {}
     fits = memory >= model.least_memory
     progress.clear()
     if args.json:
@@ -114,6 +116,7 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
             "routing": workload.description, "runs": runs,
             "expert_reads": reads and reads._asdict(),
             "curve": [{"memory": p.memory, **p.as_json()} for p in points],
+            "gpu": {name: gpu[name] for name in ("moved", "shared")} if gpu else None,
         }))  # fmt: skip
         return
     lines = [*summary.machine_summary(machine), "", *summary.model_summary(model, available), ""]
@@ -124,6 +127,7 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
         )
     if fits:
         lines.append(f"recommended: greenroom run {args.model} --memory auto")
+    lines += ["", *gpu["lines"], ""] if gpu else []
     if reads is not None and reads.steady and reads.gain > LEAST_GAIN:
         lines.append(repack_line(args.model, reads))
     if not local:

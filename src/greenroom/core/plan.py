@@ -58,6 +58,8 @@ class StepPlan(NamedTuple):
         `experts` are those that the router chose. Returns the sorted plan, and the number of exact
         rows.
         """
+        if not self.form.any() and np.array_equal(self.weights, experts):  # nothing to sort
+            return self, self.request.size
         kind = np.where(
             (self.form == EXACT) & (self.weights != experts[self.request]), 3, self.form
         )

@@ -27,7 +27,7 @@ from greenroom.runtime.kernels.triton import TritonKernel
 from greenroom.runtime.kernels.triton.kernel import Launch
 from greenroom.runtime.slots.tier import ABSENT
 from greenroom.runtime.store.disk import Staging
-from tests.recorded_graphs import WAITING_OPERATIONS
+from tests.recorded_graphs import name_of, waits
 from tests.runtime.cuda.conftest import (
     _bfloat16_as_a_device_rounds_it,  # noqa: F401
     _products_whose_bits_depend_on_values_alone,  # noqa: F401
@@ -48,8 +48,7 @@ class NoWaitingOperations(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = function._schema.name.removeprefix("aten::")
-        assert name not in WAITING_OPERATIONS, f"{name} waits for the device"
+        assert not waits(function), f"{name_of(function)} waits for the device"
         return function(*args, **(kwargs or {}))
 
 

@@ -1,14 +1,15 @@
-"""`greenroom doctor MODEL --gpu CARD`: speed on a machine that one does not have."""
+"""`greenroom doctor MODEL`: speed on this machine's GPU, or with `--gpu` on one elsewhere."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from greenroom.amounts import parse_memory
 from greenroom.cli.estimate.estimator import described
-from greenroom.cli.estimate.machine import machine_of
+from greenroom.cli.estimate.machine import machine_of, memory_of, on_a_gpu
 from greenroom.cli.options.fields import take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import check_target, write_file
@@ -120,6 +121,36 @@ def predict_on_card(args: argparse.Namespace, progress: Progress) -> None:
         *assumptions(card, host, machine), "", *fit(model, predicted, cards), "",
         table(predicted), "", *recommendation(predicted), f"routing: {workload.description}",
     ]))  # fmt: skip
+
+
+def predict_on_gpu(source: str, config: LoadConfig, machine: Machine) -> dict[str, Any] | None:
+    """Predict a model's speed on the GPU that a machine's profile has; None without one.
+
+    The result has the lines to print, and the JSON fields `moved` and `shared`: estimates with the
+    measured times of GPU, link and host, and the host's work for layers and misses.
+    """
+    from greenroom.hf.memory.budget import AUTO_SHARE
+    from greenroom.plan.cards.machine import with_host_work
+    from greenroom.plan.cards.predict import predict
+    from greenroom.plan.costs import machine_costs
+    from greenroom.plan.workload import synthetic_workload
+
+    processors = [with_host_work(p) if on_a_gpu(p) else p for p in machine.processors]
+    gpu = next((p for p in processors if on_a_gpu(p)), None)
+    budget, memory = (int(AUTO_SHARE * memory_of(machine, each)) for each in (True, False))
+    if gpu is None or not budget:
+        return None
+    model = described(source, config, gpu=True)
+    if budget < model.least_memory:
+        need = f"the GPU is too small: {model.name} needs {show_bytes(model.least_memory)} there"
+        return {"lines": [need], "moved": None, "shared": None}
+    machine = replace(machine, processors=tuple(processors))
+    costs = machine_costs(machine, model, config.readers, gpu.name)
+    predicted = predict(model, costs, synthetic_workload(model), budget, memory)
+    lines = ["with the GPU, as measured:", *fit(model, predicted, 1), "", table(predicted)]
+    lines += ["", *recommendation(predicted)] if recommendation(predicted) else []
+    shared = predicted.shared and predicted.shared.as_json()
+    return {"lines": lines, "moved": predicted.moved.as_json(), "shared": shared}
 
 
 def host_of(args: argparse.Namespace, progress: Progress) -> Host:

@@ -5,7 +5,7 @@ No part of them is measured on that machine. docs/planning.md has the sources of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.machine import Machine, Processor, Route, Table
@@ -70,11 +70,15 @@ def _link(card: Card, slot: Pcie | None) -> Link:
 def _processor(card: Card) -> Processor:
     memory, products = MEMORY_SHARE * card.bandwidth, COMPUTE_SHARE * card.half
     table = _roofline(memory, round(products / memory))
-    return Processor(
-        "gpu", "device", table, table, layer=host_work.LAYER + host_work.HIT,
-        fetch=host_work.FETCH, hop=host_work.HOP, miss=host_work.MISS,
+    return with_host_work(Processor("gpu", "device", table, table))
+
+
+def with_host_work(gpu: Processor) -> Processor:
+    """Copy a GPU's times, with those that the host takes for its layers and misses."""
+    return replace(
+        gpu, layer=host_work.LAYER + host_work.HIT, fetch=host_work.FETCH, hop=host_work.HOP,
+        miss=host_work.MISS, shared_miss=host_work.SHARED_MISS, piece_layer=host_work.PIECE,
         graph_token=host_work.GRAPH_TOKEN, graph_layer=host_work.GRAPH_LAYER,
-        piece_layer=host_work.PIECE, shared_miss=host_work.SHARED_MISS,
     )  # fmt: skip
 
 

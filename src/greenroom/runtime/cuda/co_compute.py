@@ -95,6 +95,7 @@ class CoComputeKernel(Kernel):
         self._layers: dict[
             int, LayerExperts
         ] = {}  # the host's copy of a layer, by the id() of the device's
+        self._kernels: dict[int, Kernel] = {}  # of the host, by the id() of its layer
         self._share = ThreadShare()
 
     def prepare(self, layer: LayerExperts) -> None:
@@ -131,7 +132,9 @@ class CoComputeKernel(Kernel):
         """Return the host's share of a token's experts, whose others a device has launched."""
         layer = self._layers[id(layer)]
         routing = Routing.of(launches.choice(report), layer.num_experts)
-        kernel = launches.host_kernel(layer)
+        kernel = self._kernels.get(id(layer))
+        if kernel is None:
+            kernel = self._kernels[id(layer)] = launches.host_kernel(layer)
         return HostShare(layer, launches.inputs, routing, kernel, self._engine)
 
     def combine(self, step: KernelStep) -> Tensor:

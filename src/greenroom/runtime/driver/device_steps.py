@@ -152,7 +152,6 @@ class DeviceSteps:
                     raise
                 self._count(event)  # while experts are on their way
                 driver.miss_counts[layer] += len(missing)
-                self._count_ended(loads)
             driver.predictions.observe(event.step, layer, observe_routing)
         return True
 
@@ -171,16 +170,14 @@ class DeviceSteps:
 
     def count_loads(self) -> None:
         """Count the bytes and seconds of the launched copies that have ended."""
-        if self._loads is not None:
-            with self._driver.lock, contextlib.suppress(DeviceError):  # of a device that is lost
-                self._count_ended(self._loads)
-
-    def _count_ended(self, loads: HostLoads) -> None:
+        if self._loads is None:
+            return
         meter = self._driver.meter
-        for layer, nbytes, seconds in loads.take_ended():
-            meter.links[-1].nbytes += nbytes
-            meter.links[-1].busy_s += seconds
-            meter.add_stall(layer, "miss", seconds)
+        with self._driver.lock, contextlib.suppress(DeviceError):  # of a device that is lost
+            for layer, nbytes, seconds in self._loads.take_ended():
+                meter.links[-1].nbytes += nbytes
+                meter.links[-1].busy_s += seconds
+                meter.add_stall(layer, "miss", seconds)
 
     def _event(self, layer: int, experts: Sequence[int]) -> Routed:
         """Return the event of the next step, of a layer in this pass or the next one."""

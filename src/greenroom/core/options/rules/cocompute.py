@@ -60,7 +60,9 @@ class CoCompute(Option):
         for row, (expert, device) in enumerate(zip(experts, devices, strict=True)):
             if plan is not None and (plan.form[row] != EXACT or plan.weights[row] != expert):
                 continue
-            borrowed, flight = view.borrowed(expert), view.in_flight(expert)
+            borrowed, flight = False, None
+            if not resident[row]:
+                borrowed, flight = view.borrowed(expert), view.in_flight(expert)
             if borrowed and flight is not None:
                 moving.append(expert)
             on_device = resident[row] or borrowed

@@ -145,7 +145,9 @@ class TokenLaunches:
 
     def start_piece(self, piece: Work) -> Tensor:
         """Launch a graph that has `run` of these launches; `start_again` changes the result."""
-        with self.in_order():
+        with self._table.lock, self._on_device:  # `in_order` takes as long as the launch
+            self._follow_stream()
+            self._table.write_changes()
             self._look_up_by(piece)
             return self._result
 
@@ -269,8 +271,7 @@ class TokenLaunches:
         ranks = [rank[n] for each in routing.entries_of(experts) for n in each]
         with self.in_order():
             rows = send(outputs.to(self._step.out.dtype))
-            for target, row in zip(ranks, rows, strict=True):
-                self._step.out[target].copy_(row, non_blocking=True)
+            torch._foreach_copy_([self._step.out[n] for n in ranks], [*rows], non_blocking=True)
             self._add_up()
 
     def result(self) -> Tensor:
