@@ -55,8 +55,8 @@ def serve_token(
         driver.deferred.settle()
     report = launches.read_report()
     missing = launches.missing(report)
-    serve = partial(_serve, binding, launches, report, missing, overlapped_work)
     observe = partial(_observe, binding, launches, report)
+    serve = partial(_serve, binding, launches, report, missing, observe, overlapped_work)
     note = partial(_note, binding, launches, report)
     if not missing:
         experts = partial(launches.experts, report)
@@ -87,6 +87,7 @@ def _serve(
     launches: Any,
     report: list[int],
     missing: set[int],
+    observe: Callable[[bool], LayerRouting],
     overlapped_work: Callable[[], object] | None,
 ) -> None:
     """Let the scheduler serve a token's step, and launch the experts that it loads."""
@@ -110,7 +111,7 @@ def _serve(
         binding.layer,
         np.array(experts, np.int64),
         compute_group,
-        observe_routing=partial(_observe, binding, launches, report),
+        observe_routing=observe,
         overlapped_work=overlapped_work,
         prepare_host_job=prepare_host_job if shares else None,
         computed=[expert for expert in experts if expert not in missing] if missing else (),

@@ -148,7 +148,8 @@ def predict_on_gpu(source: str, config: LoadConfig, machine: Machine) -> dict[st
     costs = machine_costs(machine, model, config.readers, gpu.name)
     predicted = predict(model, costs, synthetic_workload(model), budget, memory)
     lines = ["with the GPU, as measured:", *fit(model, predicted, 1), "", table(predicted)]
-    lines += ["", *recommendation(predicted)] if recommendation(predicted) else []
+    if advice := recommendation(predicted):
+        lines += ["", *advice]
     shared = predicted.shared and predicted.shared.as_json()
     return {"lines": lines, "moved": predicted.moved.as_json(), "shared": shared}
 

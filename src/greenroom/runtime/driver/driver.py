@@ -169,7 +169,7 @@ class Driver:
         overlapped_work: called at most once, when the step would otherwise wait
         prepare_host_job: makes a job from (experts, slots) for the host processor's thread
 
-        StoreError: an expert cannot be read. The cache stays usable, also if `compute` fails."""
+        Raises StoreError or DeviceError; the cache stays usable, also if `compute` raises."""
         self.deferred.settle()
         if experts.size == 0:
             return
