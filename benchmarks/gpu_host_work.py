@@ -63,7 +63,6 @@ from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime import forward
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.cuda.host_loads import HostLoads
 from greenroom.runtime.cuda.piece_graph import PieceGraph
 from greenroom.runtime.cuda.token_graph import active_graph
 from greenroom.runtime.kernels.triton import look_up, one_token, programs, token_attention
@@ -194,7 +193,7 @@ class Clock:
         self.deferred, self.tokens, self.on = list[float](), list[float](), False
         self.rest, self._experts, self._is_graph = list[float](), 0.0, False
         self.to_copy, self._reported = list[float](), 0.0
-        read_report, copy = TokenLaunches.read_report, HostLoads._copy
+        read_report, copy = TokenLaunches.read_report, torch._foreach_copy_
         compute, replay = decoder.forward, GraphPass._replay
         driver, inner = greenroom_.driver, forward._forward
         settle, serve_layer, replay_pieces = (
@@ -232,15 +231,14 @@ class Clock:
             self._reported = time.thread_time()
             return report
 
-        def timed_copy(loads: HostLoads, load: Any) -> int:
-            nbytes = copy(loads, load)
+        def timed_copy(*arguments: Any, **options: Any) -> None:
             if self.on and self._reported:
                 self.to_copy.append(time.thread_time() - self._reported)
             self._reported = 0.0
-            return nbytes
+            copy(*arguments, **options)
 
         TokenLaunches.read_report = timed_report  # type: ignore[method-assign]
-        HostLoads._copy = timed_copy  # type: ignore[method-assign]
+        torch._foreach_copy_ = timed_copy
 
         def timed(*arguments: Any) -> Any:
             if active_graph() is not None:  # in the place of a launch
@@ -269,7 +267,7 @@ class Clock:
         def remove() -> None:
             forward._forward, GraphPass._replay = inner, replay  # type: ignore[method-assign]
             TokenLaunches.read_report = read_report  # type: ignore[method-assign]
-            HostLoads._copy = copy  # type: ignore[method-assign]
+            torch._foreach_copy_ = copy
             PieceGraph._serve_layer = serve_layer  # type: ignore[method-assign]
             PieceGraph.replay = replay_pieces  # type: ignore[method-assign]
             vars(decoder).pop("forward", None)

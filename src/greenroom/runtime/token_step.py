@@ -6,7 +6,7 @@ A `binding` is the `Binding` of an experts module (`forward.py`); `launches` are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from greenroom.core.predictor import LayerRouting
 from greenroom.runtime.cuda.token_graph import active_graph
-from greenroom.runtime.driver.device_steps import ComputedStep
 
 if TYPE_CHECKING:  # it calls `token_step`
     from greenroom.runtime.forward import Binding
@@ -51,70 +50,80 @@ def serve_token(
     Returns whether any was missing. If none was, the scheduler observes the step later.
     """
     driver = binding.driver
+    deferred = driver.deferred
     if driver.scheduler.resident_steps.path is None:  # else steps are served together
-        driver.deferred.settle()
-    report = launches.read_report()
-    missing = launches.missing(report)
-    observe = partial(_observe, binding, launches, report)
-    serve = partial(_serve, binding, launches, report, missing, observe, overlapped_work)
-    note = partial(_note, binding, launches, report)
-    if not missing:
-        experts = partial(launches.experts, report)
-        driver.deferred.add(ComputedStep(binding.layer, experts, observe, serve, note))
+        deferred.settle()
+    step = _LayerStep(binding, launches, overlapped_work)
+    if not step.missing:
+        deferred.add(step)
         return False
-    driver.deferred.settle()
-    load = partial(launches.start_again, [*missing])
-    if not driver.device_steps.load(binding.layer, launches.experts(report), load, observe):
-        serve()
-    note()  # the device need not wait for it
+    deferred.settle()
+    if not driver.device_steps.load(step):
+        step.serve()
+    step.note()  # the device need not wait for it
     return True
 
 
-def _note(binding: Binding, launches: Any, report: list[int]) -> None:
-    """Tell observers which experts a token chose."""
-    if binding.on_routing is not None:
-        binding.on_routing(binding.layer, launches.choice(report))
+class _LayerStep:
+    """One layer's step of a token, which a device has computed from slots.
 
+    missing: ids within the layer of the experts that were in no slot
+    """
 
-def _observe(binding: Binding, launches: Any, report: list[int], inputs: bool) -> LayerRouting:
-    """Return a token's routing for the predictor, with the router's inputs if `inputs` is true."""
-    captured = binding.router_inputs(inputs) if binding.router_inputs else None
-    return LayerRouting(binding.layer, launches.choice(report), inputs=captured)
+    __slots__ = ("_binding", "_launches", "_overlapped_work", "_report", "layer", "missing")
 
+    def __init__(
+        self, binding: Binding, launches: Any, overlapped_work: Callable[[], object] | None
+    ) -> None:
+        """Wait for the report of the look-up."""
+        self._binding, self._launches, self._overlapped_work = binding, launches, overlapped_work
+        self.layer, self._report = binding.layer, launches.read_report()
+        self.missing: Sequence[int] = launches.missing(self._report)
 
-def _serve(
-    binding: Binding,
-    launches: Any,
-    report: list[int],
-    missing: set[int],
-    observe: Callable[[bool], LayerRouting],
-    overlapped_work: Callable[[], object] | None,
-) -> None:
-    """Let the scheduler serve a token's step, and launch the experts that it loads."""
-    driver, experts = binding.driver, launches.experts(report)
-    share: Any = None  # of the host's processor
+    def experts(self) -> list[int]:
+        experts: list[int] = self._launches.experts(self._report)
+        return experts
 
-    def prepare_host_job(experts: Any, slots: Any) -> Callable[[], None]:
-        nonlocal share
-        if share is None:
-            share = binding.kernel.token_share(binding.experts, launches, report)
-        return partial(share.compute, experts.tolist(), slots.tolist())
+    def compute_missing(self) -> None:
+        self._launches.compute_loaded()
 
-    def compute_group(experts: Any, slots: Any) -> None:
-        group = experts.tolist()
-        if not missing.isdisjoint(group):
-            launches.start_again(group, slots.tolist())
-            missing.difference_update(group)
+    def observe(self, inputs: bool) -> LayerRouting:
+        binding = self._binding
+        captured = binding.router_inputs(inputs) if binding.router_inputs else None
+        return LayerRouting(self.layer, self._launches.choice(self._report), inputs=captured)
 
-    shares = missing and binding.kernel.host_job is not None and not driver.deferred.without_host
-    driver.step(
-        binding.layer,
-        np.array(experts, np.int64),
-        compute_group,
-        observe_routing=observe,
-        overlapped_work=overlapped_work,
-        prepare_host_job=prepare_host_job if shares else None,
-        computed=[expert for expert in experts if expert not in missing] if missing else (),
-    )
-    if share is not None:
-        share.merge_into_token(launches)
+    def note(self) -> None:
+        if (observe := self._binding.on_routing) is not None:
+            observe(self.layer, self._launches.choice(self._report))
+
+    def serve(self) -> None:
+        binding, launches, experts = self._binding, self._launches, self.experts()
+        driver, missing = binding.driver, {*self.missing}
+        share: Any = None  # of the host's processor
+
+        def prepare_host_job(experts: Any, slots: Any) -> Callable[[], None]:
+            nonlocal share
+            if share is None:
+                share = binding.kernel.token_share(binding.experts, launches, self._report)
+            return partial(share.compute, experts.tolist(), slots.tolist())
+
+        def compute_group(experts: Any, slots: Any) -> None:
+            group = experts.tolist()
+            if not missing.isdisjoint(group):
+                launches.start_again(group, slots.tolist())
+                missing.difference_update(group)
+
+        shares = missing and binding.kernel.host_job is not None
+        driver.step(
+            self.layer,
+            np.array(experts, np.int64),
+            compute_group,
+            observe_routing=self.observe,
+            overlapped_work=self._overlapped_work,
+            prepare_host_job=(
+                prepare_host_job if shares and not driver.deferred.without_host else None
+            ),
+            computed=[expert for expert in experts if expert not in missing] if missing else (),
+        )
+        if share is not None:
+            share.merge_into_token(launches)

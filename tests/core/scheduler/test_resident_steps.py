@@ -21,7 +21,7 @@ from greenroom.core.events import (
     Routed,
     StartChunk,
 )
-from greenroom.core.scheduler.resident_steps import Load
+from greenroom.core.scheduler.resident_steps import Loads
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.policies import policy
@@ -169,7 +169,7 @@ def check_loads(ours: Scheduler, plain: Scheduler, event: Routed, now: float) ->
         assert [*map(shown, done)] == [*map(shown, actions)]
     else:
         expected = [(chunk.piece, chunk.slot, chunk.host_slot) for chunk in chunks]
-        assert [tuple(load) for load in loads] == expected
+        assert [*zip(*loads, strict=True)] == expected
     assert state(ours) == state(plain)
     hosts = [s.transfers.host for s in (ours, plain)]
     assert hosts[0] is not None
@@ -205,7 +205,7 @@ def test_experts_in_host_memory_are_loaded_at_once():
     (gone,) = {1, 2} - slots.keys()
     host = scheduler.transfers.host.caches[0].slots()
     loads = scheduler.resident_steps.load(Routed(3, 0, ids(*sorted((gone, 3)))), 0.0)
-    assert loads == [Load(gone, slots[kept], host[gone])]  # 3 is the step's own: not evicted
+    assert loads == Loads([gone], [slots[kept]], [host[gone]])  # 3 is the step's own: not evicted
     assert scheduler.placement.cache.state.pinned.max() == 0
     assert (scheduler.counts.requests, scheduler.counts.hits) == (5, 1)
     assert scheduler.step is None

@@ -11,7 +11,7 @@ import pytest
 
 from greenroom.core.events import StartChunk
 from greenroom.core.layout import Copy
-from greenroom.core.scheduler.resident_steps import Load
+from greenroom.core.scheduler.resident_steps import Loads
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.host_loads import HostLoads
@@ -78,7 +78,8 @@ class Rig:
             self.memory.read_chunk(action, chunk, self.store.read, Staging())
 
     def launch(self, *loads: tuple[int, int, int]) -> None:
-        self.loads.launch(1, [Load(*load) for load in loads], self.compute)
+        pieces, slots, host_slots = zip(*loads, strict=True)
+        self.loads.launch(1, Loads(pieces, slots, host_slots), self.compute)
 
     def compute(self) -> None:
         self.engine.did.append("compute")
@@ -123,7 +124,7 @@ def test_the_table_has_an_expert_when_its_copies_were_launched(rig, monkeypatch)
     rig.launch((2, 0, 1))
     seen = []
 
-    def copy(load: Load) -> int:
+    def copy(loads: Loads) -> int:
         seen.append((dict(rig.table.changes), rig.table.slot_of(2), rig.table.slot_of(5)))
         return 0
 

@@ -169,8 +169,8 @@ def load(
 
     host_slot_of: for each piece its slot in host memory, or -1
     memory_slots: for each cache slot its slot in memory
-    out:          [4, n or more]; receives slots in memory, hits, evicted pieces and slots in host
-                  memory
+    out:          [3, n or more]; receives the missing pieces, their slots in memory and those in
+                  host memory
 
     All pieces are of one device. The step's experts are unpinned again. Returns the number of
     misses, or STUCK. It returns ELSEWHERE, and nothing changes, if one is not in host memory or the
@@ -183,7 +183,6 @@ def load(
         return ELSEWHERE
     for i in range(count):
         piece = pieces[begin + i]
-        out[3, i] = host_slot_of[piece]
         if state.slot_of[piece] < 0 and host_slot_of[piece] < 0:
             return ELSEWHERE
     misses: int = serve(
@@ -191,9 +190,14 @@ def load(
     )
     if misses == STUCK:
         return STUCK
+    missing = 0
     for i in range(count):
-        state.pinned[pieces[begin + i]] -= 1
-        out[0, i] = memory_slots[out[0, i]]
+        piece = pieces[begin + i]
+        state.pinned[piece] -= 1
+        if out[1, i] == 0:
+            slot = memory_slots[out[0, i]]
+            out[0, missing], out[1, missing], out[2, missing] = piece, slot, host_slot_of[piece]
+            missing += 1
     return misses
 
 

@@ -21,7 +21,7 @@ class TokenCache(Cache):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._loaded, self._row = np.empty((4, 64), np.int64), np.zeros((1, 8), np.int64)
+        self._loaded, self._row = np.empty((3, 64), np.int64), np.zeros((1, 8), np.int64)
         self._each_field = memoryview(self._row.reshape(-1))  # type: ignore[arg-type]
 
     def serve_hits(
@@ -64,16 +64,16 @@ class TokenCache(Cache):
         request: int,
         host_slot_of: Ints,
         memory_slots: Ints,
-    ) -> list[Any] | None:
+    ) -> list[list[int]] | None:
         """Serve a decode step on one device, whose missing pieces are in host memory.
 
         layer, token, request: those of the step
         host_slot_of: for each piece its slot there, or -1
         memory_slots: for each cache slot its slot in memory
 
-        Returns (slots in memory, hits, evicted pieces, slots in host memory), each of n numbers.
-        Returns None, and nothing changes, if a piece is in neither memory, or the step is larger
-        than its slot group."""
+        Returns (missing pieces, their slots in memory, their slots in host memory). Returns None,
+        and nothing changes, if a piece is in neither memory, or the step is larger than its slot
+        group."""
         if self._unpinned.size:
             self.pin_hits()
         (last, index), size = self._last_seen[0], pieces.size
@@ -81,7 +81,7 @@ class TokenCache(Cache):
         row = *at, index, request != last, size
         log, out = self._unreported[0], self._loaded
         if size > out.shape[1]:
-            out = self._loaded = np.empty((4, 2 * size), np.int64)
+            out = self._loaded = np.empty((3, 2 * size), np.int64)
         if log:
             before, rows = zip(*log, strict=True)
             steps, pieces = np.array((*rows, row)), np.concatenate((*before, pieces))
@@ -99,5 +99,5 @@ class TokenCache(Cache):
             raise RuntimeError("no expert can be evicted: all are pinned")
         log.clear()
         self.now, self._last_seen[0] = at, (request, index + size)
-        served: list[Any] = out[:, :size].tolist()
-        return served
+        missing: list[list[int]] = out[:, :misses].tolist()
+        return missing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from greenroom.core.cache.all_resident import AllResident
@@ -14,17 +15,17 @@ from greenroom.core.prefetch.prefetcher import Prefetcher
 from greenroom.core.transfers.transfers import Transfers
 
 
-class Load(NamedTuple):
-    """A step's missing expert, which moves from host memory to a slot.
+class Loads(NamedTuple):
+    """A step's missing experts, which move from host memory to slots: a number for each.
 
-    piece:     the expert's id in the model
-    slot:      the slot that it gets
-    host_slot: its slot in host memory
+    pieces:     their ids in the model
+    slots:      the slots that they get
+    host_slots: their slots in host memory
     """
 
-    piece: int
-    slot: int
-    host_slot: int
+    pieces: Sequence[int]
+    slots: Sequence[int]
+    host_slots: Sequence[int]
 
 
 class ResidentSteps:
@@ -119,7 +120,7 @@ class ResidentSteps:
             or self._lookahead.candidates
         )
 
-    def load(self, event: Routed, now: float) -> list[Load] | None:
+    def load(self, event: Routed, now: float) -> Loads | None:
         """Serve a step whose missing experts are all in host memory; return these.
 
         The caller loads them at once: no event says that they arrive. Returns None, and counts
@@ -146,24 +147,17 @@ class ResidentSteps:
         )  # fmt: skip
         if served is None:
             return None
-        slots, hits, _, host_slots = served
-        loads = [
-            Load(piece, slot, host_slot)
-            for piece, slot, hit, host_slot in zip(
-                event.experts.tolist(), slots, hits, host_slots, strict=True
-            )
-            if not hit
-        ]
-        host.use([load.piece for load in loads], event)
-        self._counts.steps += 1
-        self._counts.requests += len(hits)
-        self._counts.hits += len(hits) - len(loads)
+        loads, requests, counts = Loads(*served), event.experts.size, self._counts
+        host.use(loads.pieces, event)
+        counts.steps += 1
+        counts.requests += requests
+        counts.hits += requests - len(loads.pieces)
         return loads
 
-    def undo(self, loads: list[Load], event: Routed) -> None:
+    def undo(self, loads: Loads, event: Routed) -> None:
         """Remove from the cache the experts that a step could not load."""
-        for load in loads:
-            self._placement.cache.remove(load.piece, event.step * self._layers + event.layer)
+        for piece in loads.pieces:
+            self._placement.cache.remove(piece, event.step * self._layers + event.layer)
 
     def enter_path(self) -> None:
         """Let the path record later steps, if the cache is an LRU cache."""

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from greenroom.core.layout import Copy
-from greenroom.core.scheduler.resident_steps import Load
+from greenroom.core.scheduler.resident_steps import Loads
 from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
@@ -70,45 +71,48 @@ class HostLoads:
         self._launched = deque[Copies]()  # whose times are not counted yet
         self._bounds: dict[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]] = {}
 
-    def launch(self, layer: int, loads: Sequence[Load], compute: Callable[[], object]) -> None:
+    def launch(self, layer: int, loads: Loads, compute: Callable[[], object]) -> None:
         """Launch the copies of a step's missing experts, then its computation by `compute`."""
         table, slots = self._table, self._slots
-        numbers = [load.slot for load in loads]
         with table.lock:  # no other thread launches work in between
             table.follow_stream()
-            table.vacate(numbers)
-            begin, nbytes = self._engine.mark_time(), 0
+            table.vacate(loads.slots)
+            begin = self._engine.mark_time()
             try:
-                for load in loads:
-                    nbytes += self._copy(load)
+                nbytes = self._copy(loads)
             finally:  # also behind an error: copies of other threads come after these
-                slots.mark_computed(numbers)
-                self._host_memory.mark_read([load.host_slot for load in loads], slots.last_mark)
+                slots.mark_computed(loads.slots)
+                self._host_memory.mark_read(loads.host_slots, slots.last_mark)
             self._launched.append(Copies(layer, nbytes, begin, self._engine.mark_time()))
-            for load in loads:
-                table.insert(load.piece, load.slot)
+            for piece, slot in zip(loads.pieces, loads.slots, strict=True):
+                table.insert(piece, slot)
             compute()
 
-    def _copy(self, load: Load) -> int:
-        """Launch the copies of an expert; return their bytes."""
-        plan: Plan | None = self._host_memory.plans.get(load.host_slot)
-        if plan is None:
-            plan = self._host_memory.plans[load.host_slot] = self._plan(load)
-        if plan.sources is not None:
-            targets = self._slots.parts(load.slot, plan.bounds)
-            for target, source in zip(targets, plan.sources, strict=True):
-                target.copy_(source, non_blocking=True)
-            return plan.nbytes
-        self._slots.clear(load.slot)
-        for chunk in plan.chunks:
-            self._slots.launch_write(load.slot, *chunk)
-        return plan.nbytes
+    def _copy(self, loads: Loads) -> int:
+        """Launch the copies of experts; return their bytes."""
+        plans, parts = self._host_memory.plans, self._slots.parts
+        targets, sources, nbytes = list[Tensor](), list[Tensor](), 0
+        for piece, slot, host_slot in zip(*loads, strict=True):
+            plan: Plan | None = plans.get(host_slot)
+            if plan is None:
+                plan = plans[host_slot] = self._plan(piece, host_slot)
+            nbytes += plan.nbytes
+            if plan.sources is not None:
+                targets += parts(slot, plan.bounds)
+                sources += plan.sources
+                continue
+            self._slots.clear(slot)
+            for chunk in plan.chunks:
+                self._slots.launch_write(slot, *chunk)
+        if targets:  # by one call: each costs the host as much as to launch a copy
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        return nbytes
 
-    def _plan(self, load: Load) -> Plan:
+    def _plan(self, piece: int, host_slot: int) -> Plan:
         """Plan the copies of an expert from its slot in host memory."""
-        chunks = self._chunks_of(load.piece)
+        chunks = self._chunks_of(piece)
         writes = [
-            self._host_memory.slot_source(load.host_slot, number, chunk)
+            self._host_memory.slot_source(host_slot, number, chunk)
             for number, chunk in enumerate(chunks)
         ]
         nbytes = sum(chunk.length for chunk in chunks)

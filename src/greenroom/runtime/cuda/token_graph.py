@@ -232,7 +232,7 @@ class TokenGraph:
         """
         number, engine = self._number, self._engine
         wait_for_report(
-            lambda: self._combined() >> 32 == number,
+            lambda: (self._combined() >> 32 == number) or None,
             lambda: engine.is_idle(engine.current_stream()),
         )
         return bool(self._combined_reports & 1)

@@ -6,14 +6,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from greenroom.core.events import Routed
 from greenroom.core.predictor import LayerRouting
-from greenroom.core.scheduler.resident_steps import Load
+from greenroom.core.scheduler.resident_steps import Loads
 from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.host_loads import HostLoads
 from greenroom.runtime.driver.action_queue import ActionQueue
@@ -22,20 +22,25 @@ if TYPE_CHECKING:  # it has a `DeviceSteps`
     from greenroom.runtime.driver.driver import Driver
 
 
-class ComputedStep(NamedTuple):
-    """A step of one token that a device has computed from slots.
-
-    experts: returns the step's experts, as ids within the layer, ascending
-    observe: see `observe_routing` of `Driver.step`
-    serve:   lets the scheduler serve the step
-    note:    tells observers of the router's choice
-    """
+class ComputedStep(Protocol):
+    """A step of one token that a device has computed from slots."""
 
     layer: int
-    experts: Callable[[], list[int]]
-    observe: Callable[[bool], LayerRouting]
-    serve: Callable[[], None]
-    note: Callable[[], None]
+
+    def experts(self) -> list[int]:
+        """Return the experts that the token chose, as ids within the layer, ascending."""
+
+    def compute_missing(self) -> None:
+        """Launch the computation of missing experts, which are all in slots by then."""
+
+    def observe(self, inputs: bool) -> LayerRouting:
+        """Return the routing for the predictor (see `observe_routing` of `Driver.step`)."""
+
+    def serve(self) -> None:
+        """Let the scheduler serve the step, by events if it must."""
+
+    def note(self) -> None:
+        """Tell observers of the router's choice."""
 
 
 class DeferredSteps(threading.local):
@@ -118,44 +123,34 @@ class DeviceSteps:
                 driver.predictions.observe(number, step.layer, step.observe)
         return len(passes)
 
-    def load(
-        self,
-        layer: int,
-        experts: Sequence[int],
-        compute: Callable[[], object],
-        observe_routing: Callable[[bool], LayerRouting],
-    ) -> bool:
+    def load(self, step: ComputedStep) -> bool:
         """Serve a step whose missing experts are in host memory, and launch their copies.
 
-        experts: those of the layer that the token chose, ascending
-        compute: launches the computation of the missing experts, which are in slots by then
-        observe_routing: see `Driver.step`
-
-        Returns False, and counts nothing, if the step needs events. What `compute` raises leaves
-        the missing experts without slots.
+        Returns False, and counts nothing, if the step needs events. An error of its
+        `compute_missing` leaves the missing experts without slots.
         """
-        driver, loads = self._driver, self._loads
+        driver, loads, layer = self._driver, self._loads, step.layer
         if loads is None or driver.timeline is not None:
             return False
         with driver.step_lock:
             driver.begin_exclusive(interruptible=True)
-            event, residents = self._event(layer, experts), driver.scheduler.resident_steps
+            event, residents = self._event(layer, step.experts()), driver.scheduler.resident_steps
             with driver.lock:
-                missing: list[Load] | None = None
+                missing: Loads | None = None
                 try:
                     missing = residents.load(event, time.perf_counter())
                     if missing is None:
                         return False
-                    loads.launch(layer, missing, compute)
+                    loads.launch(layer, missing, step.compute_missing)
                 except BaseException as error:
                     self._undo(missing, event, error)
                     raise
                 self._count(event)  # while experts are on their way
-                driver.miss_counts[layer] += len(missing)
-            driver.predictions.observe(event.step, layer, observe_routing)
+                driver.miss_counts[layer] += len(missing.pieces)
+            driver.predictions.observe(event.step, layer, step.observe)
         return True
 
-    def _undo(self, missing: list[Load] | None, event: Routed, error: BaseException) -> None:
+    def _undo(self, missing: Loads | None, event: Routed, error: BaseException) -> None:
         """Remove from the cache the experts that a step could not load, because of an error.
 
         Without `missing` the error came while the scheduler served the step: slots are unknown.

@@ -227,9 +227,22 @@ class TokenLaunches:
                     raise DeviceError(f"the table of slots has expert {expert} in slot {slot}")
             if slots is not None:  # no report came after the last group's look-up
                 self._table.write_changes()
-            self._hand_over_changes()
-            self._look_up_by(self._sequences[1])
-            self._table.changes.clear()
+            self._launch_changed()
+
+    def compute_loaded(self) -> None:
+        """Launch the computation of the experts that the calling thread has loaded in order.
+
+        The thread holds the table's lock, and its stream is the table's.
+        """
+        with self._on_device:
+            self._follow_stream()
+            self._launch_changed()
+
+    def _launch_changed(self) -> None:
+        """Launch the second look-up, which writes the table's changes, and the products."""
+        self._hand_over_changes()
+        self._look_up_by(self._sequences[1])
+        self._table.changes.clear()
 
     def _hand_over_changes(self) -> None:
         """Let the next look-up write the table's changes.
@@ -304,13 +317,13 @@ class TokenLaunches:
 
         Raises DeviceError if the device has done all work without a report.
         """
-        number = self._number
-        wait_for_report(  # the numbers of look-ups ascend
-            lambda: min(self._report.tolist()) >> 32 == number,
-            lambda: self._engine.is_idle(self._stream),
-        )
-        report: list[int] = self._report.tolist()
-        return report
+        number, engine, stream = self._number, self._engine, self._stream
+
+        def read() -> list[int] | None:
+            report: list[int] = self._report.tolist()
+            return report if min(report) >> 32 == number else None  # numbers of look-ups ascend
+
+        return wait_for_report(read, lambda: engine.is_idle(stream))
 
     def choice(self, report: list[int]) -> NDArray[np.int64]:
         """Return a token's choice [1, top_k], with ids of other processes' experts."""
@@ -321,11 +334,12 @@ class TokenLaunches:
         count = self._layer.num_experts
         return sorted({expert for each in report if (expert := each >> 1 & EXPERT) < count})
 
-    def missing(self, report: list[int]) -> set[int]:
+    def missing(self, report: list[int]) -> Sequence[int]:
         """Return the layer's experts that a token chose, and that a look-up has not found."""
-        count = self._layer.num_experts
-        absent = {each >> 1 & EXPERT for each in report if not each & 1}
-        return {expert for expert in absent if expert < count} if absent else absent
+        absent = [each >> 1 & EXPERT for each in report if not each & 1]
+        if absent and max(absent) >= (count := self._layer.num_experts):
+            return [expert for expert in absent if expert < count]
+        return absent
 
 
 class ThreadTokenLaunches(threading.local):
