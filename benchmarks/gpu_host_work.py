@@ -2,13 +2,15 @@
 
     python benchmarks/gpu_host_work.py
     python benchmarks/gpu_host_work.py --kernels
-    python benchmarks/gpu_host_work.py --co-compute
+    python benchmarks/gpu_host_work.py --co-compute --wall --copy-us 800
     python benchmarks/gpu_host_work.py --cache 25% 50% 100% --profile
 
 A CPU takes the GPU's place, and kernels are not launched: a launch is replaced by the little that
 the host sees of it. The CPU time of the thread that computes is taken inside the layers' experts,
 without what replaces launches, and without waiting. It says how long a GPU waits for Python. A real
-launch takes a few microseconds more, and a GPU's queue hides what is done before it is empty.
+launch takes a few microseconds more, and a GPU's queue hides what is done before it is empty. With
+--wall it is the time of a clock: with --co-compute, other threads move experts meanwhile, and
+Python computes in one thread at a time.
 
     hits      layers whose experts are all in slots
     deferred  the scheduler's part of such a layer, after later layers' launches
@@ -27,6 +29,7 @@ are launched kernel by kernel, as in models without graphs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import cProfile
 import os
 import pstats
@@ -34,7 +37,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -62,13 +65,14 @@ from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime import forward
-from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.engine import Engine, Mark
 from greenroom.runtime.cuda.piece_graph import PieceGraph
 from greenroom.runtime.cuda.token_graph import active_graph
 from greenroom.runtime.kernels.triton import look_up, one_token, programs, token_attention
 from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
 from greenroom.runtime.slots.tier import ABSENT
 
+now = time.thread_time  # with --wall a clock
 SHAPE = Shape(hidden=64, inner=32, layers=8, experts=64, top_k=8)
 COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "to copy us", "rest us",
            "graph us", "launches", "layers hit", "layers missed", "graphs",
@@ -125,11 +129,11 @@ class Launch:
         return self
 
     def __call__(self, *arguments: Any, **constants: Any) -> None:
-        launches, begin = self._launches, time.thread_time()
+        launches, begin = self._launches, now()
         before = launches.seconds
         self._act(*arguments, **constants)
         launches.count += 1
-        launches.seconds = before + time.thread_time() - begin
+        launches.seconds = before + now() - begin
 
 
 class Graphs(Engine):
@@ -137,8 +141,13 @@ class Graphs(Engine):
 
     makes_graphs = True
 
-    def __init__(self, launches: Launches) -> None:
-        self._launches = launches
+    def __init__(self, launches: Launches, copy_s: float) -> None:
+        self._launches, self._copy_s = launches, copy_s
+
+    @contextlib.contextmanager
+    def copying(self, after: Mark) -> Iterator[None]:
+        yield
+        time.sleep(self._copy_s)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         launch = Launch(self._launches, lambda: work())
@@ -201,7 +210,7 @@ class Clock:
         )  # fmt: skip
 
         def state() -> tuple[float, float, int]:
-            return time.thread_time(), launches.seconds, int(driver.miss_counts.sum())
+            return now(), launches.seconds, int(driver.miss_counts.sum())
 
         def add_layer(begin: tuple[float, float, int], end: tuple[float, float, int]) -> None:
             seconds = end[0] - begin[0] - (end[1] - begin[1])
@@ -219,21 +228,21 @@ class Clock:
             return replay_pieces(graph, *arguments)
 
         def timed_settle() -> None:
-            begin, waiting = time.thread_time(), len(driver.deferred._steps)
+            begin, waiting = now(), len(driver.deferred._steps)
             settle()
             if waiting and self.on:
-                self.deferred += [(time.thread_time() - begin) / waiting] * waiting
+                self.deferred += [(now() - begin) / waiting] * waiting
 
         driver.deferred.settle = timed_settle  # type: ignore[method-assign]
 
         def timed_report(launches: TokenLaunches) -> list[int]:
             report = read_report(launches)
-            self._reported = time.thread_time()
+            self._reported = now()
             return report
 
         def timed_copy(*arguments: Any, **options: Any) -> None:
             if self.on and self._reported:
-                self.to_copy.append(time.thread_time() - self._reported)
+                self.to_copy.append(now() - self._reported)
             self._reported = 0.0
             copy(*arguments, **options)
 
@@ -255,9 +264,9 @@ class Clock:
 
         def timed_token(*arguments: Any, **keywords: Any) -> Any:
             self._is_graph, self._experts = False, 0.0
-            stubs, begin = launches.seconds, time.thread_time()
+            stubs, begin = launches.seconds, now()
             result = compute(*arguments, **keywords)
-            seconds = time.thread_time() - begin - (launches.seconds - stubs)
+            seconds = now() - begin - (launches.seconds - stubs)
             if self.on and self._is_graph:
                 self.tokens.append(seconds)
             elif self.on:
@@ -297,7 +306,7 @@ def measure(folder: Path, cache: str, args: argparse.Namespace, launches: Launch
     if args.kernels and model.greenroom.bindings._graph is not None:
         model.greenroom.bindings._graph._refused = True
     clock, passes = Clock(model.base_model, model.greenroom, launches), Passes(model)
-    profiler = cProfile.Profile(time.thread_time)
+    profiler = cProfile.Profile(now)
     try:
         with torch.inference_mode():
             passes.prefill(8)
@@ -337,15 +346,22 @@ def main() -> None:
     parser.add_argument(
         "--placement", choices=("experts", "layers"), help="of experts on two GPUs (default: one)"
     )
+    parser.add_argument(
+        "--copy-us", type=float, default=200, help="how long a lane's copy takes (%(default)s)"
+    )
     parser.add_argument("--kernels", action="store_true", help="no token is a graph")
     parser.add_argument("--co-compute", action="store_true", help="--co-compute auto")
+    parser.add_argument("--wall", action="store_true", help="time by a clock, not of one thread")
     parser.add_argument("--profile", action="store_true", help="also profiles of as many tokens")
     args = parser.parse_args()
+    if args.wall:
+        global now
+        now = time.perf_counter
     torch.set_num_threads(1)
     shape = replace(SHAPE, layers=args.layers)
     launches = Launches()
     launches.install()
-    devices.engine_for = lambda setup, number: Graphs(launches)
+    devices.engine_for = lambda setup, number: Graphs(launches, args.copy_us / 1e6)
     print(f"commit {commit()}; {machine()}\n")
     with tempfile.TemporaryDirectory() as scratch, small_model(Path(scratch), shape) as folder:
         rows = [measure(folder, cache, args, launches) for cache in args.cache]

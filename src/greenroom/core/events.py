@@ -6,6 +6,7 @@ frozen dataclass makes a call for each field.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,19 @@ class Routed:
     tail_weights: Weights | None = None
     device_only: bool = False
     computed: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class HostComputed:
+    """Event: the host has computed experts of a step that was served without events.
+
+    experts: their ids in the model
+    seconds: of the computation; 0 if it has failed
+    """
+
+    layer: int
+    experts: Sequence[int]
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -139,7 +153,18 @@ class Idle:
     experts: Ints
 
 
-Event = Pinned | Routed | Predicted | Landed | Failed | Computed | Cancelled | Resized | Idle
+Event = (
+    Pinned
+    | Routed
+    | HostComputed
+    | Predicted
+    | Landed
+    | Failed
+    | Computed
+    | Cancelled
+    | Resized
+    | Idle
+)
 
 
 @dataclass(slots=True)

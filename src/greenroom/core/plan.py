@@ -181,6 +181,16 @@ class Option:
         """
         return plan
 
+    def share(self, misses: Sequence[int], hits: int, view: View) -> int:
+        """Return how many of a token's missing experts the host computes: the last ones.
+
+        misses: ids of those that are not in slots of the only device, but in host memory
+        hits:   the number of the step's other experts
+
+        An option with this method needs no other of its decisions for such a step.
+        """
+        return 0
+
     def choose(self, layer: int, scores: Scores, chosen: Ints, view: View) -> Ints:
         """Return the experts that decoded tokens use, in place of their router's choice.
 
@@ -204,6 +214,9 @@ class Option:
 
     def landed(self, link: int, lane: int, nbytes: float, now: float) -> None:
         """Observe that a link has delivered a chunk of an expert's bytes."""
+
+    def copied(self, nbytes: int, seconds: float) -> None:
+        """Observe how long a device took to copy experts from host memory, by itself."""
 
     def computed(self, group: ComputedGroup, seconds: float, view: View) -> None:
         """Observe that a processor has computed an expert group, and how long it took."""

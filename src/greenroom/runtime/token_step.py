@@ -70,7 +70,15 @@ class _LayerStep:
     missing: ids within the layer of the experts that were in no slot
     """
 
-    __slots__ = ("_binding", "_launches", "_overlapped_work", "_report", "layer", "missing")
+    __slots__ = (
+        "_binding",
+        "_launches",
+        "_overlapped_work",
+        "_report",
+        "_share",
+        "layer",
+        "missing",
+    )
 
     def __init__(
         self, binding: Binding, launches: Any, overlapped_work: Callable[[], object] | None
@@ -79,6 +87,12 @@ class _LayerStep:
         self._binding, self._launches, self._overlapped_work = binding, launches, overlapped_work
         self.layer, self._report = binding.layer, launches.read_report()
         self.missing: Sequence[int] = launches.missing(self._report)
+        self._share: Any = None  # of the host's processor
+
+    @property
+    def device_only(self) -> bool:
+        binding = self._binding
+        return binding.kernel.host_job is None or binding.driver.deferred.without_host
 
     def experts(self) -> list[int]:
         experts: list[int] = self._launches.experts(self._report)
@@ -86,6 +100,14 @@ class _LayerStep:
 
     def compute_missing(self) -> None:
         self._launches.compute_loaded()
+
+    def send_inputs(self) -> None:
+        binding = self._binding
+        self._share = binding.kernel.token_share(binding.experts, self._launches)
+
+    def compute_on_host(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        self._share.compute(experts, slots)
+        self._share.merge_into(self._launches, self._report)
 
     def observe(self, inputs: bool) -> LayerRouting:
         binding = self._binding
@@ -99,13 +121,11 @@ class _LayerStep:
     def serve(self) -> None:
         binding, launches, experts = self._binding, self._launches, self.experts()
         driver, missing = binding.driver, {*self.missing}
-        share: Any = None  # of the host's processor
 
         def prepare_host_job(experts: Any, slots: Any) -> Callable[[], None]:
-            nonlocal share
-            if share is None:
-                share = binding.kernel.token_share(binding.experts, launches, self._report)
-            return partial(share.compute, experts.tolist(), slots.tolist())
+            if self._share is None:
+                self.send_inputs()
+            return partial(self._share.compute, experts.tolist(), slots.tolist())
 
         def compute_group(experts: Any, slots: Any) -> None:
             group = experts.tolist()
@@ -113,17 +133,14 @@ class _LayerStep:
                 launches.start_again(group, slots.tolist())
                 missing.difference_update(group)
 
-        shares = missing and binding.kernel.host_job is not None
         driver.step(
             self.layer,
             np.array(experts, np.int64),
             compute_group,
             observe_routing=self.observe,
             overlapped_work=self._overlapped_work,
-            prepare_host_job=(
-                prepare_host_job if shares and not driver.deferred.without_host else None
-            ),
+            prepare_host_job=None if self.device_only or not missing else prepare_host_job,
             computed=[expert for expert in experts if expert not in missing] if missing else (),
         )
-        if share is not None:
-            share.merge_into_token(launches)
+        if self._share is not None:
+            self._share.merge_into(launches, self._report)

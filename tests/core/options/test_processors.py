@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import HOST
-from greenroom.core.options.rules.processors import Miss, Queues, assign, end_with
+from greenroom.core.options.rules.processors import (
+    Miss,
+    Queues,
+    assign,
+    count_on_host,
+    end_with,
+)
 from greenroom.core.options.rules.rates import Rates
 from greenroom.errors import UsageError
 
@@ -175,3 +181,18 @@ def test_costs_without_a_host_processor_are_refused():
     one = Costs((Link(1.0),), Work.constant(1.0), Work.constant(0.0), host=Work.constant(1.0))
     with pytest.raises(UsageError, match="from disk to host to device"):
         Rates(one, BYTES)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.integers(1, 12), st.sampled_from((0.3, 0.9, 1.0, 2.0, 7.0)),
+    st.sampled_from((0.0, 0.2, 1.0)), st.sampled_from((0.3, 1.0, 2.0)),
+    st.floats(0, 5), st.floats(0, 5),
+)  # fmt: skip
+def test_equal_misses_are_divided_as_any_others(count, bus, device, host, link_s, device_s):
+    made = rates(bus=bus, host=host, device=device)
+    queues = Queues(0.0, [link_s], [device_s])
+    chosen = assign(misses(made, *[1] * count), queues)
+    found = count_on_host(count, made.miss(0, 1, BYTES, True, 0), queues)
+    assert chosen == [*range(count - found, count)]
+    assert queues == Queues(0.0, [link_s], [device_s])

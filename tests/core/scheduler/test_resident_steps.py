@@ -21,7 +21,7 @@ from greenroom.core.events import (
     Routed,
     StartChunk,
 )
-from greenroom.core.scheduler.resident_steps import Loads
+from greenroom.core.scheduler.resident_steps import Loads, Misses
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.policies import policy
@@ -162,14 +162,15 @@ def check_loads(ours: Scheduler, plain: Scheduler, event: Routed, now: float) ->
     possible = all(at_hand) and len(at_hand) <= ours.capacity and not event.prefill
     actions = carry_out(plain, plain.on(event, now))
     chunks = [action for action in actions if isinstance(action, StartChunk)]
-    loads = ours.resident_steps.load(event, now)
-    assert (loads is not None) == possible
-    if loads is None:
+    misses = ours.resident_steps.load(event, now)
+    assert (misses is not None) == possible
+    if misses is None:
         done = carry_out(ours, ours.on(event, now))
         assert [*map(shown, done)] == [*map(shown, actions)]
     else:
         expected = [(chunk.piece, chunk.slot, chunk.host_slot) for chunk in chunks]
-        assert [*zip(*loads, strict=True)] == expected
+        assert misses.on_host == ()
+        assert [*zip(*misses.loads, strict=True)] == expected
     assert state(ours) == state(plain)
     hosts = [s.transfers.host for s in (ours, plain)]
     assert hosts[0] is not None
@@ -204,12 +205,14 @@ def test_experts_in_host_memory_are_loaded_at_once():
     (kept,) = {1, 2} & slots.keys()
     (gone,) = {1, 2} - slots.keys()
     host = scheduler.transfers.host.caches[0].slots()
-    loads = scheduler.resident_steps.load(Routed(3, 0, ids(*sorted((gone, 3)))), 0.0)
-    assert loads == Loads([gone], [slots[kept]], [host[gone]])  # 3 is the step's own: not evicted
+    misses = scheduler.resident_steps.load(Routed(3, 0, ids(*sorted((gone, 3)))), 0.0)
+    assert misses == Misses(
+        Loads([gone], [slots[kept]], [host[gone]])
+    )  # 3 is the step's own: not evicted
     assert scheduler.placement.cache.state.pinned.max() == 0
     assert (scheduler.counts.requests, scheduler.counts.hits) == (5, 1)
     assert scheduler.step is None
-    scheduler.resident_steps.undo(loads, Routed(3, 0, ids(gone, 3)))
+    scheduler.resident_steps.undo(misses, Routed(3, 0, ids(gone, 3)))
     assert scheduler.residents().tolist() == [3]
 
 

@@ -28,6 +28,7 @@ from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.policies import policy
 from greenroom.runtime.cuda.co_compute import HostShare
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.driver.device_steps import DeviceSteps
 from greenroom.runtime.kernels.eager import EagerStep
 from greenroom.sim.clock import TraceStep
 from tests.hf.memory.test_device import ids
@@ -128,7 +129,10 @@ def test_outputs_of_the_host_join_those_of_a_gpu_s_kernels(kernels, monkeypatch)
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_the_host_takes_misses_of_tokens_in_pieces(name, monkeypatch):
-    """All of them, some of them or none: the bits are the same where both have one kernel."""
+    """All of them, some of them or none: the bits are the same where both have one kernel.
+
+    The device's thread computes them, or that of the host, as the scheduler's events say.
+    """
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("tests/gpu has the compiled ones")
@@ -152,7 +156,15 @@ def test_the_host_takes_misses_of_tokens_in_pieces(name, monkeypatch):
         return replay(self, decode)
 
     monkeypatch.setattr(PieceGraph, "replay", counting)
-    for host in (SLOW, 0.9e-3, QUICK):
+    load, at_once = DeviceSteps.load, list[bool]()
+
+    def loading(self: DeviceSteps, step: Any) -> bool:
+        at_once.append(not events and load(self, step))
+        return at_once[-1]
+
+    monkeypatch.setattr(DeviceSteps, "load", loading)
+    for host, events in ((SLOW, False), (0.9e-3, False), (0.9e-3, True), (QUICK, False)):
+        at_once.clear()
         with (
             both(name, host, fake=False, cuda=True, kernels="triton") as model,
             torch.inference_mode(),
@@ -170,6 +182,7 @@ def test_the_host_takes_misses_of_tokens_in_pieces(name, monkeypatch):
             assert (on_host[first] < on_host[-1]) == (host != SLOW)
             served.clear()
             answers.append(torch.cat(logits))
+            assert any(at_once) != events
             assert not model.greenroom.bindings._graph._refused
     assert all(torch.equal(other, answers[0]) for other in answers[1:])
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from greenroom.core.events import Event, HostComputed, Routed
+from greenroom.core.scheduler.resident_steps import Loads, Misses
 from greenroom.errors import StoreError
-from greenroom.runtime.driver.device_steps import DeferredSteps
+from greenroom.runtime.driver.device_steps import DeferredSteps, DeviceSteps
 
 
 @pytest.mark.parametrize("together", [0, 1, 2])
@@ -34,3 +41,109 @@ def test_observers_hear_of_steps_before_one_that_fails(together: int) -> None:
     assert noted == [0, 1]
     deferred.settle()  # there are none any more
     assert noted == [0, 1]
+
+
+class Rig:
+    """A driver whose scheduler serves one step as `misses` says; layer 1 begins at expert 4."""
+
+    def __init__(self, misses: Misses | None, missing: Sequence[int]) -> None:
+        self.did, self.undone, self.handled = list[Any](), list[Any](), list[Event]()
+        self.layer, self.missing, self.device_only = 1, missing, False
+        residents = SimpleNamespace(
+            load=lambda event, now: self.served(event, misses),
+            undo=lambda misses, event: self.undone.append(misses),
+        )
+        self.driver: Any = SimpleNamespace(
+            timeline=None,
+            step_lock=threading.Lock(),
+            begin_exclusive=lambda interruptible: None,
+            scheduler=SimpleNamespace(resident_steps=residents),
+            lock=threading.RLock(),
+            pieces=SimpleNamespace(offsets=[0, 4, 8]),
+            passes=SimpleNamespace(
+                number=0, layer=0, request=0, prefill=False, note_layers=lambda *_: None
+            ),
+            resident=SimpleNamespace(count=lambda pieces: None),
+            miss_counts=[0, 0],
+            meter=SimpleNamespace(host_s=0.0),
+            predictions=SimpleNamespace(observe=lambda *_: self.did.append("observe")),
+        )
+        loads: Any = SimpleNamespace(launch=self.launch)
+        actions: Any = SimpleNamespace(mark_broken=lambda error: self.did.append("broken"))
+        self.steps = DeviceSteps(self.driver, actions, loads, self.handled.append)
+
+    def served(self, event: Routed, misses: Misses | None) -> Misses | None:
+        assert event.experts.tolist() == [4, 6, 7]
+        assert event.device_only == self.device_only
+        return misses
+
+    def launch(self, layer: int, loads: Loads, compute: Callable[[], object]) -> None:
+        self.did.append(loads.pieces)
+        compute()
+
+    def experts(self) -> list[int]:
+        return [0, 2, 3]
+
+    def send_inputs(self) -> None:
+        self.did.append("inputs")
+
+    def compute_missing(self) -> None:
+        self.did.append("compute")
+
+    def compute_on_host(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        self.did.append((experts, slots))
+
+    def observe(self, inputs: bool) -> Any: ...
+    def serve(self) -> None: ...
+    def note(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("loaded", "on_host", "missing", "expected"),
+    [
+        ([], [6, 7], [2, 3], ["inputs", ([2, 3], [8, 9])]),
+        ([6], [7], [2, 3], ["inputs", [6], "compute", ([3], [8])]),
+        # The second one has come to a slot since the look-up: nobody has computed it.
+        ([], [6], [2, 3], ["inputs", [], "compute", ([2], [8])]),
+        ([], [], [2, 3], [[], "compute"]),
+        # The first one has lost its slot since the look-up, which has found it.
+        ([6], [7], [3], ["inputs", [6], "compute", ([3], [8])]),
+    ],
+)
+def test_a_device_computes_what_is_missing_and_not_the_host_s(loaded, on_host, missing, expected):
+    """Inputs go to the host before experts come to the device."""
+    loads = Loads(loaded, [0] * len(loaded), [0] * len(loaded))
+    rig = Rig(Misses(loads, on_host, [8, 9][: len(on_host)]), missing)
+    assert rig.steps.load(rig)
+    assert rig.did == [*expected, "observe"]
+    assert rig.driver.miss_counts == [0, len(loaded) + len(on_host)]
+    assert [(e.layer, e.experts, e.seconds > 0) for e in rig.handled] == (  # type: ignore[union-attr]
+        [(1, on_host, True)] if on_host else []
+    )
+    assert (rig.driver.meter.host_s > 0) == bool(on_host)
+
+
+def test_an_error_on_the_host_ends_its_part_of_the_step() -> None:
+    rig = Rig(Misses(Loads([], [], []), [6], [8]), [2])
+    rig.compute_on_host = lambda *_: 1 / 0  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        rig.steps.load(rig)
+    assert rig.handled == [HostComputed(1, [6], 0.0)]
+    assert rig.undone == []
+
+
+def test_an_error_before_the_host_computes_takes_the_step_back() -> None:
+    misses = Misses(Loads([], [], []), [6], [8])
+    rig = Rig(misses, [2])
+    rig.send_inputs = lambda: 1 / 0  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        rig.steps.load(rig)
+    assert rig.handled == []
+    assert rig.undone == [misses]
+
+
+def test_a_step_that_needs_events_is_not_begun() -> None:
+    rig = Rig(None, [2])
+    rig.device_only = True
+    assert not rig.steps.load(rig)
+    assert rig.did == []

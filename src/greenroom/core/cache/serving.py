@@ -160,15 +160,18 @@ def load(
     steps: Ints,
     no_rows: Rows,
     no_weights: Weights,
-    no_flags: Flags,
+    flags: Flags,
     host_slot_of: Ints,
     memory_slots: Ints,
+    moved: int,
     out: Ints,
 ) -> int:
     """Serve steps like `serve`, if the last one's missing experts are in host memory.
 
+    flags:        [n or more], whose values change
     host_slot_of: for each piece its slot in host memory, or -1
     memory_slots: for each cache slot its slot in memory
+    moved:        how many missing pieces get slots, the first ones; -1: all
     out:          [3, n or more]; receives the missing pieces, their slots in memory and those in
                   host memory
 
@@ -181,13 +184,21 @@ def load(
     group = state.group_of[pieces[begin]]
     if count > state.first[group + 1] - state.first[group]:
         return ELSEWHERE
+    missing = 0
     for i in range(count):
         piece = pieces[begin + i]
-        if state.slot_of[piece] < 0 and host_slot_of[piece] < 0:
-            return ELSEWHERE
+        if state.slot_of[piece] < 0:
+            if host_slot_of[piece] < 0:
+                return ELSEWHERE
+            if moved >= 0:
+                flags[i] = missing >= moved
+            missing += 1
+        elif moved >= 0:
+            flags[i] = False
     misses: int = serve(
-        state, policy_state, pieces, no_rows, no_weights, steps, True, -1, no_flags, out
-    )
+        state, policy_state, pieces, no_rows, no_weights, steps, True, -1,
+        flags[:count] if moved >= 0 else flags[:0], out,
+    )  # fmt: skip
     if misses == STUCK:
         return STUCK
     missing = 0
@@ -195,7 +206,7 @@ def load(
         piece = pieces[begin + i]
         state.pinned[piece] -= 1
         if out[1, i] == 0:
-            slot = memory_slots[out[0, i]]
+            slot = memory_slots[out[0, i]] if out[0, i] >= 0 else BYPASS
             out[0, missing], out[1, missing], out[2, missing] = piece, slot, host_slot_of[piece]
             missing += 1
     return misses

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from greenroom.core.cache import serving
-from greenroom.core.cache.cache import NO_FLAGS, Cache
+from greenroom.core.cache.cache import Cache
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import NO_ROWS, NO_WEIGHTS, Rows, Weights
 
@@ -22,6 +22,7 @@ class TokenCache(Cache):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._loaded, self._row = np.empty((3, 64), np.int64), np.zeros((1, 8), np.int64)
+        self._flags = np.empty(64, np.bool_)
         self._each_field = memoryview(self._row.reshape(-1))  # type: ignore[arg-type]
 
     def serve_hits(
@@ -64,12 +65,14 @@ class TokenCache(Cache):
         request: int,
         host_slot_of: Ints,
         memory_slots: Ints,
+        moved: int = -1,
     ) -> list[list[int]] | None:
         """Serve a decode step on one device, whose missing pieces are in host memory.
 
         layer, token, request: those of the step
         host_slot_of: for each piece its slot there, or -1
         memory_slots: for each cache slot its slot in memory
+        moved: how many missing pieces get slots, the first ones; -1: all
 
         Returns (missing pieces, their slots in memory, their slots in host memory). Returns None,
         and nothing changes, if a piece is in neither memory, or the step is larger than its slot
@@ -82,6 +85,7 @@ class TokenCache(Cache):
         log, out = self._unreported[0], self._loaded
         if size > out.shape[1]:
             out = self._loaded = np.empty((3, 2 * size), np.int64)
+            self._flags = np.empty(2 * size, np.bool_)
         if log:
             before, rows = zip(*log, strict=True)
             steps, pieces = np.array((*rows, row)), np.concatenate((*before, pieces))
@@ -90,8 +94,8 @@ class TokenCache(Cache):
             for field, value in enumerate(row):  # NumPy takes longer
                 self._each_field[field] = value
         misses = self._bound.load(
-            self.state, self._policy_states[0], pieces, steps, NO_ROWS, NO_WEIGHTS, NO_FLAGS,
-            host_slot_of, memory_slots, out,
+            self.state, self._policy_states[0], pieces, steps, NO_ROWS, NO_WEIGHTS, self._flags,
+            host_slot_of, memory_slots, moved, out,
         )  # fmt: skip
         if misses == serving.ELSEWHERE:
             return None

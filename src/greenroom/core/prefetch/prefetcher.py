@@ -174,10 +174,12 @@ class Prefetcher:
         Returns False if no option proposes one, or no slot or link is available.
         """
         placement, queue = self._placement, self._transfers.queue
+        devices = placement.pieces.devices
+        if placement.buffer.full or (devices == 1 and not queue.open_for(Urgency.PREFETCH, 0)):
+            return False
         for option in options:
             for expert, layer in option.candidates(view):
-                open_for = queue.open_for(Urgency.PREFETCH, placement.home_device[expert])
-                if placement.buffer.full or not open_for:
+                if not queue.open_for(Urgency.PREFETCH, placement.home_device[expert]):
                     return False
                 option.dismiss(expert)
                 if placement.has_slot(expert) or expert in self._transfers.entries:

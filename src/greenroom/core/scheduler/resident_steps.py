@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from greenroom.core.cache.all_resident import AllResident
@@ -12,11 +12,12 @@ from greenroom.core.counts import Counts
 from greenroom.core.events import Routed
 from greenroom.core.pieces import Ints
 from greenroom.core.prefetch.prefetcher import Prefetcher
+from greenroom.core.transfers.tiers import HostTier
 from greenroom.core.transfers.transfers import Transfers
 
 
 class Loads(NamedTuple):
-    """A step's missing experts, which move from host memory to slots: a number for each.
+    """A step's experts that move from host memory to slots: a number for each.
 
     pieces:     their ids in the model
     slots:      the slots that they get
@@ -28,10 +29,23 @@ class Loads(NamedTuple):
     host_slots: Sequence[int]
 
 
+class Misses(NamedTuple):
+    """A step's missing experts: those that move to slots, and those that the host computes.
+
+    on_host:    ids in the model
+    host_slots: their slots in host memory
+    """
+
+    loads: Loads
+    on_host: Sequence[int] = ()
+    host_slots: Sequence[int] = ()
+
+
 class ResidentSteps:
     """Serves steps without events, while nothing but the eviction policy decides.
 
-    Their experts are all resident, or a device loads the others in order with its computation.
+    Their experts are all resident, or a device loads the others in order with its computation. The
+    host may compute some of these. What it has computed before may be on its way to slots.
 
     path: records the steps of an LRU cache with a slot for every expert; None: another cache
     """
@@ -47,14 +61,21 @@ class ResidentSteps:
         counts: Counts,
         needs_events: bool,
         pin: str,
+        share: Callable[[Sequence[int], int], int] | None,
     ) -> None:
-        """Connect the scheduler's parts; `needs_events`: its options decide about every step."""
+        """Connect the scheduler's parts.
+
+        needs_events: its options decide about every step
+        share:        see `Option.share`; None: the host computes nothing
+        """
         self._placement, self._transfers, self._counts = placement, transfers, counts
-        self._prefetcher, policy = prefetcher, placement.cache.policy
+        self._prefetcher, self._cache = prefetcher, placement.cache
+        policy = placement.cache.policy
         # The policy needs no rows or gate weights, and inserts what is missing.
         self._can_load = pin == "step" and not policy.weighs and policy.preload is None
         self._lookahead, self._idle = prefetcher.lookahead, prefetcher.idle
         self._needs_events, self._layers = needs_events, placement.pieces.layers
+        self._share = share
         self._is_lru = placement.cache.policy.name == "lru"
 
     def serve(self, event: Routed, now: float) -> Ints | None:
@@ -66,7 +87,7 @@ class ResidentSteps:
         if self.path is not None:
             return self.path.step(event.experts)
         placement, cache = self._placement, self._placement.cache
-        if self._decides_more():
+        if self._decides_more(event.experts):
             return None
         if placement.buffer.size:  # the prediction is compared with the cache before the step
             if event.prefill or -1 in cache.state.slot_of[event.experts].tolist():
@@ -106,58 +127,103 @@ class ResidentSteps:
         """Report the served steps to the policy now; else it learns of them at the next miss."""
         self._placement.cache.report_hits()
 
-    def _decides_more(self) -> bool:
-        """Tell whether more than the eviction policy decides about the next step."""
+    def _decides_more(self, experts: Ints) -> bool:
+        """Tell whether more than the eviction policy decides about a step."""
         placement, idle = self._placement, self._idle
         return bool(
             self._needs_events
-            or self._transfers.busy
-            or placement.buffer.borrowed
             or placement.resizing
             or (placement.holds_all and self._is_lru)  # an event begins the path
             or idle.observes
             or idle.candidates
             or self._lookahead.candidates
+            or self._is_disturbed(experts)
         )
 
-    def load(self, event: Routed, now: float) -> Loads | None:
+    def _is_disturbed(self, experts: Ints) -> bool:
+        """Tell whether transfers are under way that may concern a step.
+
+        Where the host computes missing experts, it goes on beside transfers of others, if these
+        leave slots for the step.
+        """
+        borrowed, transfers, cache = self._placement.buffer.borrowed, self._transfers, self._cache
+        if not (transfers.busy or borrowed):
+            return False
+        if self._share is None or not experts.size:
+            return True
+        size = cache.sizes[cache.state.group_of[experts[0]]]
+        if experts.size + len(borrowed) > size:
+            return True
+        entries = transfers.entries
+        return any(expert in borrowed or expert in entries for expert in experts.tolist())
+
+    def load(self, event: Routed, now: float) -> Misses | None:
         """Serve a step whose missing experts are all in host memory; return these.
 
-        The caller loads them at once: no event says that they arrive. Returns None, and counts
-        nothing, if one is not in host memory or there is more to decide. No step may be under way.
+        The caller loads them at once: no event says that they arrive. The event `HostComputed`
+        follows if the host computes some. Returns None, and counts nothing, if one is not in host
+        memory or there is more to decide. No step may be under way.
         """
-        placement, cache, host = self._placement, self._placement.cache, self._transfers.host
+        placement, cache, host = self._placement, self._cache, self._transfers.host
         if (
             host is None
             or event.prefill
             or not self._can_load
-            or self._decides_more()
+            or self._decides_more(event.experts)
             or cache.pinned_set.size
             or not event.experts.size
         ):
             return None
-        if placement.buffer.size:  # the prediction is compared with the cache before the step
-            absent = cache.state.slot_of[event.experts] < 0
-            if (host.slot_of[event.experts[absent]] < 0).any() or not cache.fits(event.experts):
+        moved, shares = -1, self._share is not None and not event.device_only  # -1: all
+        if placement.buffer.size or shares:
+            missing = event.experts[cache.state.slot_of[event.experts] < 0]
+            if (host.slot_of[missing] < 0).any() or not cache.fits(event.experts):
                 return None
-            self._prefetcher.routed(event, now)
+            if placement.buffer.size:  # the prediction is compared with the cache before the step
+                self._prefetcher.routed(event, now)
+            if shares and missing.size:
+                moved = self._moved(missing.tolist(), event.experts.size)
         served = cache.load(
             event.experts, event.layer, event.step, event.request, host.slot_of,
-            placement.tier_slots,
+            placement.tier_slots, moved,
         )  # fmt: skip
         if served is None:
             return None
-        loads, requests, counts = Loads(*served), event.experts.size, self._counts
-        host.use(loads.pieces, event)
+        counts, requests = self._counts, event.experts.size
         counts.steps += 1
         counts.requests += requests
-        counts.hits += requests - len(loads.pieces)
-        return loads
+        counts.hits += requests - len(served[0])
+        if 0 <= moved < len(served[0]):
+            return self._divide(served, moved, host, event)
+        host.use(served[0], event)
+        return Misses(Loads(*served))
 
-    def undo(self, loads: Loads, event: Routed) -> None:
-        """Remove from the cache the experts that a step could not load."""
-        for piece in loads.pieces:
-            self._placement.cache.remove(piece, event.step * self._layers + event.layer)
+    def _moved(self, missing: Sequence[int], experts: int) -> int:
+        """Return how many missing experts of a step are moved, and not computed by the host."""
+        assert self._share is not None
+        return len(missing) - self._share(missing, experts - len(missing))
+
+    def _divide(
+        self, served: Sequence[list[int]], moved: int, host: HostTier, event: Routed
+    ) -> Misses:
+        """Leave all missing experts but the first ones to the host."""
+        on_host, host_slots = served[0][moved:], served[2][moved:]
+        host.routed(event)
+        for piece in on_host:
+            host.request(piece)
+        self._counts.on_host += len(on_host)
+        loads = Loads(*(each[:moved] for each in served))
+        host.use(loads.pieces, event)
+        return Misses(loads, on_host, host_slots)
+
+    def undo(self, misses: Misses, event: Routed) -> None:
+        """Take back what `load` has done, for a step that failed."""
+        host = self._transfers.host
+        assert host is not None
+        for piece in misses.loads.pieces:
+            self._cache.remove(piece, event.step * self._layers + event.layer)
+        for piece in misses.on_host:
+            host.release(piece, True)
 
     def enter_path(self) -> None:
         """Let the path record later steps, if the cache is an LRU cache."""

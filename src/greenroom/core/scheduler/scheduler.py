@@ -13,6 +13,7 @@ The scheduler owns these objects and calls them; none of them knows the schedule
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from greenroom.core.cache.buffer import BorrowedSlot
@@ -21,12 +22,14 @@ from greenroom.core.cache.placement import Placement
 from greenroom.core.cache.scope import Scope
 from greenroom.core.counts import Counts
 from greenroom.core.events import (
+    HOST,
     Action,
     Cancelled,
     Computed,
     Event,
     Failed,
     Finish,
+    HostComputed,
     Idle,
     Landed,
     Pinned,
@@ -35,7 +38,7 @@ from greenroom.core.events import (
     Routed,
 )
 from greenroom.core.pieces import Ints, Pieces
-from greenroom.core.plan import Option, StepPlan, overrides
+from greenroom.core.plan import EXACT, ComputedGroup, Option, StepPlan, overrides
 from greenroom.core.policy import Policy
 from greenroom.core.prefetch.lookahead import Lookahead
 from greenroom.core.prefetch.prefetcher import Prefetcher
@@ -109,19 +112,28 @@ class Scheduler:
         self._step_class = next((o.step_class for o in options if o.step_class), Step)
         self.prefetcher.drops_unused = not self._step_class.keeps_prefetches
         self._proposers = [o for o in options if overrides(o, "candidates")]
+        sharing = next((o for o in options if overrides(o, "share")), None)
         needs_events = (
             self._detailed
             or self._step_class is not Step
-            or bool(self._planners or self._observers or self._proposers)
+            or any(
+                overrides(option, method)
+                for method in ("plan", "computed", "candidates")
+                for option in options
+                if option is not sharing
+            )
         )
+        share = None if sharing is None else partial(sharing.share, view=self.view)
         self.resident_steps = ResidentSteps(
-            self.placement, self.transfers, self.prefetcher, self.counts, needs_events, pin
+            self.placement, self.transfers, self.prefetcher, self.counts, needs_events, pin, share
         )
+        self._copy_observers = [o.copied for o in options if overrides(o, "copied")]
         self._handlers = self._handlers_by_event()
 
     def _handlers_by_event(self) -> dict[type[Event], Callable[..., None]]:
         return {
             Routed: self._routed,
+            HostComputed: self._host_computed,
             Predicted: self._predicted,
             Landed: self._landed,
             Failed: self._failed,
@@ -232,6 +244,23 @@ class Scheduler:
             self._borrowing.fetch(step, absent, prefetched)
         else:
             demand(step, absent)
+
+    def _host_computed(self, event: HostComputed, actions: list[Action]) -> None:
+        """End the host's part of a step that was served without events."""
+        host, experts = self.transfers.host, event.experts
+        assert host is not None
+        for expert in experts:
+            host.release(expert, True)
+        if event.seconds:
+            group = ComputedGroup(event.layer, False, HOST, EXACT, experts, [1] * len(experts))
+            for computed in self._observers:
+                computed(group, event.seconds, self.view)
+        self._pump(actions)
+
+    def copied(self, nbytes: int, seconds: float) -> None:
+        """Tell options how long a device took to copy experts that it has loaded in order."""
+        for copied in self._copy_observers:
+            copied(nbytes, seconds)
 
     # ---- a step continues
 

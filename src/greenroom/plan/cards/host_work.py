@@ -10,7 +10,7 @@ from __future__ import annotations
 LAYER = 0.6e-3  # of a layer outside of its experts, kernel by kernel (column `rest`)
 HIT = 0.08e-3  # of a layer's experts that are all in slots (`hits`)
 MISS = 0.12e-3  # further time of a layer that waits for experts (`misses` less `hits`)
-SHARED_MISS = 0.6e-3  # the same with `--co-compute auto`
+SHARED_MISS = 0.5e-3  # the same with `--co-compute auto`, by a clock (`--wall`)
 FETCH = 0.0  # further time for each of these experts: less than runs differ
 HOP = 0.3e-3  # for each other GPU than the first that computes experts of a layer
 # Where the model's decoder can be graphs, on one GPU, and nothing is predicted:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,6 +24,13 @@ from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.tier import Slots
 
 CPU = torch.device("cpu")
+
+
+@cache
+def _ones(count: int) -> Tensor:
+    """Return the gate weights [1, count] of experts whose outputs a GPU weighs."""
+    with torch.inference_mode(False):  # passes of both modes read them
+        return torch.ones(1, count)
 
 
 class HostShare:
@@ -69,11 +76,40 @@ class HostShare:
             step.main_step.compute_group([], [])  # some kernels send the routing with it
             step.main_step.merge_outputs(self.outputs, self.experts, self._engine.copy_to_device)
 
-    def merge_into_token(self, launches: Any) -> None:
+
+class TokenShare:
+    """The host's part of one token's experts in a layer, whose others a device computes.
+
+    Its computations know only their own experts, so their outputs lie one after another.
+    """
+
+    def __init__(self, layer: LayerExperts, x: Tensor, kernel: Kernel, engine: Engine) -> None:
+        """Begin to copy a token's hidden state to the host.
+
+        layer:  the layer's experts in host memory
+        x:      [1, H], on the GPU
+        kernel: computes on the host
+        """
+        self._layer, self._kernel, self._engine = layer, kernel, engine
+        self._input = engine.copy_to_host(x)
+        self._experts, self._outputs = list[int](), list[Tensor]()
+
+    def compute(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Compute distinct experts on the host processor, from slots in host memory."""
+        x, mark = self._input
+        self._engine.wait(mark)
+        layer, routing = self._layer, Routing.of_token(experts, self._layer.num_experts)
+        step = self._kernel.begin(layer, x, routing, _ones(len(experts)))
+        step.compute_from(experts, slots, layer)
+        self._outputs.append(step.outputs_of(experts))
+        self._experts += experts
+
+    def merge_into(self, launches: Any, report: list[int]) -> None:
         """Merge the outputs into a token's sum, which was launched without them."""
-        if self.experts:
-            send = self._engine.copy_to_device
-            launches.merge_outputs(self.outputs, self.experts, self.routing, send)
+        if self._experts:
+            one, *more = self._outputs
+            outputs = torch.cat([one, *more]) if more else one
+            launches.merge_outputs(outputs, self._experts, report, self._engine.copy_to_device)
 
 
 class ThreadShare(threading.local):
@@ -128,14 +164,13 @@ class CoComputeKernel(Kernel):
     def token_launches(self, layer: LayerExperts, table: Any, first: int) -> Any:
         return self.kernel.token_launches(layer, table, first)
 
-    def token_share(self, layer: LayerExperts, launches: Any, report: list[int]) -> HostShare:
+    def token_share(self, layer: LayerExperts, launches: Any) -> TokenShare:
         """Return the host's share of a token's experts, whose others a device has launched."""
         layer = self._layers[id(layer)]
-        routing = Routing.of(launches.choice(report), layer.num_experts)
         kernel = self._kernels.get(id(layer))
         if kernel is None:
             kernel = self._kernels[id(layer)] = launches.host_kernel(layer)
-        return HostShare(layer, launches.inputs, routing, kernel, self._engine)
+        return TokenShare(layer, launches.input, kernel, self._engine)
 
     def combine(self, step: KernelStep) -> Tensor:
         """Return the sum of expert outputs of GPU and host: [tokens, hidden], in x's dtype."""

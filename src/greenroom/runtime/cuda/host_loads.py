@@ -76,6 +76,9 @@ class HostLoads:
         table, slots = self._table, self._slots
         with table.lock:  # no other thread launches work in between
             table.follow_stream()
+            if not loads.pieces:
+                compute()
+                return
             table.vacate(loads.slots)
             begin = self._engine.mark_time()
             try:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from torch import Tensor
 
-from greenroom.core.events import Routed
+from greenroom.core.events import Event, HostComputed, Routed
 from greenroom.core.predictor import LayerRouting
-from greenroom.core.scheduler.resident_steps import Loads
+from greenroom.core.scheduler.resident_steps import Misses
 from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.host_loads import HostLoads
 from greenroom.runtime.driver.action_queue import ActionQueue
@@ -23,15 +23,29 @@ if TYPE_CHECKING:  # it has a `DeviceSteps`
 
 
 class ComputedStep(Protocol):
-    """A step of one token that a device has computed from slots."""
+    """A step of one token that a device has computed from slots.
+
+    missing: ids within the layer of the experts that were in no slot
+    """
 
     layer: int
+    missing: Sequence[int]
+
+    @property
+    def device_only(self) -> bool:
+        """Tell whether the host computes none of the step's experts."""
 
     def experts(self) -> list[int]:
         """Return the experts that the token chose, as ids within the layer, ascending."""
 
     def compute_missing(self) -> None:
         """Launch the computation of missing experts, which are all in slots by then."""
+
+    def send_inputs(self) -> None:
+        """Launch the copy of the token's inputs to the host, which computes some experts."""
+
+    def compute_on_host(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Compute missing experts from slots of host memory, and launch the sum with them."""
 
     def observe(self, inputs: bool) -> LayerRouting:
         """Return the routing for the predictor (see `observe_routing` of `Driver.step`)."""
@@ -83,9 +97,20 @@ class DeviceSteps:
     eviction policy decides, the scheduler serves the step at once, and no thread waits.
     """
 
-    def __init__(self, driver: Driver, actions: ActionQueue, loads: HostLoads | None) -> None:
-        """Serve a driver's steps; `loads` launches copies, None: the copier makes them all."""
+    def __init__(
+        self,
+        driver: Driver,
+        actions: ActionQueue,
+        loads: HostLoads | None,
+        handle: Callable[[Event], None],
+    ) -> None:
+        """Serve a driver's steps.
+
+        loads:  launches copies; None: the copier makes them all
+        handle: sends the scheduler an event, and executes its actions
+        """
         self._driver, self._actions, self._loads = driver, actions, loads
+        self._handle = handle
 
     def launch(self, start: Callable[[], Tensor]) -> Tensor:
         """Call `start`, which launches a step's computation from the device's table of slots.
@@ -126,8 +151,9 @@ class DeviceSteps:
     def load(self, step: ComputedStep) -> bool:
         """Serve a step whose missing experts are in host memory, and launch their copies.
 
-        Returns False, and counts nothing, if the step needs events. An error of its
-        `compute_missing` leaves the missing experts without slots.
+        Those that the host is to compute it computes now, while the device is busy. Returns False,
+        and counts nothing, if the step needs events. An error of its `compute_missing` leaves the
+        missing experts without slots.
         """
         driver, loads, layer = self._driver, self._loads, step.layer
         if loads is None or driver.timeline is not None:
@@ -135,22 +161,48 @@ class DeviceSteps:
         with driver.step_lock:
             driver.begin_exclusive(interruptible=True)
             event, residents = self._event(layer, step.experts()), driver.scheduler.resident_steps
+            event.device_only = step.device_only
             with driver.lock:
-                missing: Loads | None = None
+                missing: Misses | None = None
                 try:
                     missing = residents.load(event, time.perf_counter())
                     if missing is None:
                         return False
-                    loads.launch(layer, missing, step.compute_missing)
+                    if missing.on_host:  # before copies of experts
+                        step.send_inputs()
+                    if self._has_device_part(step, missing):
+                        loads.launch(layer, missing.loads, step.compute_missing)
                 except BaseException as error:
                     self._undo(missing, event, error)
                     raise
                 self._count(event)  # while experts are on their way
-                driver.miss_counts[layer] += len(missing.pieces)
+                driver.miss_counts[layer] += len(missing.loads.pieces) + len(missing.on_host)
+            if missing.on_host:
+                self._compute_on_host(step, missing)
             driver.predictions.observe(event.step, layer, step.observe)
         return True
 
-    def _undo(self, missing: Loads | None, event: Routed, error: BaseException) -> None:
+    def _has_device_part(self, step: ComputedStep, missing: Misses) -> bool:
+        """Tell whether a device is to load or compute anything behind a step's look-up.
+
+        An expert that the look-up has not found may have come to its slot since then.
+        """
+        first = self._driver.pieces.offsets[step.layer]
+        absent = {first + expert for expert in step.missing}
+        return bool(missing.loads.pieces) or not absent.issubset(missing.on_host)
+
+    def _compute_on_host(self, step: ComputedStep, missing: Misses) -> None:
+        """Compute a step's experts that the host has taken, which it releases in any case."""
+        begin, seconds = time.perf_counter(), 0.0
+        first = self._driver.pieces.offsets[step.layer]
+        try:
+            step.compute_on_host([piece - first for piece in missing.on_host], missing.host_slots)
+            seconds = time.perf_counter() - begin
+        finally:
+            self._driver.meter.host_s += time.perf_counter() - begin
+            self._handle(HostComputed(step.layer, missing.on_host, seconds))
+
+    def _undo(self, missing: Misses | None, event: Routed, error: BaseException) -> None:
         """Remove from the cache the experts that a step could not load, because of an error.
 
         Without `missing` the error came while the scheduler served the step: slots are unknown.
@@ -173,6 +225,7 @@ class DeviceSteps:
                 meter.links[-1].nbytes += nbytes
                 meter.links[-1].busy_s += seconds
                 meter.add_stall(layer, "miss", seconds)
+                self._driver.scheduler.copied(nbytes, seconds)
 
     def _event(self, layer: int, experts: Sequence[int]) -> Routed:
         """Return the event of the next step, of a layer in this pass or the next one."""

@@ -93,7 +93,7 @@ class Driver:
         if slot_table is not None and host_memory is not None:
             assert isinstance(slots, DeviceSlots)
             loads = HostLoads(store.chunks, slots, host_memory, slot_table)
-        self.device_steps = DeviceSteps(self, self._actions, loads)
+        self.device_steps = DeviceSteps(self, self._actions, loads, self._handle)
         self.deferred = DeferredSteps(self.device_steps.serve)
         self._host: HostWorker | None = None
         with contextlib.ExitStack() as opened:  # a refused thread ends those before it

@@ -82,6 +82,13 @@ class KernelStep:
         """
         raise NotImplementedError
 
+    def outputs_of(self, experts: Sequence[int]) -> Tensor:
+        """Return the outputs [n, H] of experts for their tokens, expert by expert, with biases.
+
+        Gate weights and the layer's post-expert norm are not applied.
+        """
+        raise NotImplementedError
+
     def host_kernel(self, layer: LayerExperts) -> Kernel:
         """Return a kernel for the host's processor whose expert outputs this step can merge.
 
@@ -124,10 +131,10 @@ class Kernel:
         result: Tensor = step.combine()
         return result
 
-    def token_share(self, layer: LayerExperts, launches: Any, report: list[int]) -> Any:
+    def token_share(self, layer: LayerExperts, launches: Any) -> Any:
         """Return the host's share of one token's experts, if `host_job` is not None.
 
-        launches, report: those of the device, see `token_launches`
+        launches: those of the device, see `token_launches`
         """
         raise NotImplementedError
 

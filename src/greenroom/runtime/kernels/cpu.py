@@ -169,18 +169,16 @@ class CpuStep(base.KernelStep):
         return self.kernel
 
     def outputs_of(self, experts: Sequence[int]) -> Tensor:
-        """Return the outputs [n, H] of experts for their tokens, expert by expert, with biases.
-
-        Gate weights and the layer's post-expert norm are not applied.
-        """
-        layer, entries = self.layer, self.routing.entries_of(experts)
-        rows = self.routing.rows.tolist()
-        out = self.outputs[[rows[n] for each in entries for n in each]]
+        layer, routing, out, ids = self.layer, self.routing, self.outputs, list(experts)
+        rows = routing.rows.tolist()
+        if (
+            rows != [*range(len(ids))] or ids != routing.experts.tolist()
+        ):  # not all, or not in order
+            entries = routing.entries_of(experts)
+            out = out[[rows[n] for each in entries for n in each]]
+            ids = [e for e, each in zip(experts, entries, strict=True) for _ in each]
         h = out.to(layer.recipe.compute or layer.dtype)
-        if layer.down_bias is None:
-            return h
-        ids = [e for e, each in zip(experts, entries, strict=True) for _ in each]
-        return h + layer.down_bias[ids].to(h.dtype)
+        return h if layer.down_bias is None else h + layer.down_bias[ids].to(h.dtype)
 
     def skip_experts(self, experts: Sequence[int]) -> None:
         """Leave the given experts, which are not computed, out of the weighted sum.

@@ -116,7 +116,6 @@ class UnweightedStep(EagerStep):
             )
 
     def outputs_of(self, experts: Sequence[int]) -> Tensor:
-        """Return outputs [n, H], expert by expert, before gate weights and post-expert norm."""
         return torch.cat([self.outputs[expert][1] for expert in experts])
 
 

@@ -41,7 +41,7 @@ class Routing:
         Ids from `num_experts` on belong to other processes, and are left out.
         """
         if len(top_k_index) == 1:
-            return cls._of_one(top_k_index[0].tolist(), num_experts)
+            return cls.of_token(top_k_index[0].tolist(), num_experts)
         tokens, top_k = top_k_index.shape
         flat = top_k_index.T.ravel()
         order = np.argsort(flat, kind="stable")
@@ -54,8 +54,8 @@ class Routing:
         return cls._cut((tokens, top_k), len(heads), local, data, data.ctypes.data)
 
     @classmethod
-    def _of_one(cls, ids: list[int], num_experts: int) -> Routing:
-        """Sort the ids of one token, as in every decode step: Python's sort beats NumPy's calls."""
+    def of_token(cls, ids: Sequence[int], num_experts: int) -> Routing:
+        """Sort the ids of one token, like `of`: Python's sort beats NumPy's calls."""
         pairs = sorted([(e, k) for k, e in enumerate(ids) if e < num_experts])
         experts: list[int] = []
         starts: list[int] = []

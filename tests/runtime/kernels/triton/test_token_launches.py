@@ -17,7 +17,6 @@ from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
-from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.triton import look_up, one_token, programs, token_launches
 from greenroom.runtime.kernels.triton.kernel import Launch
 from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
@@ -136,18 +135,16 @@ def test_no_slot_changes_between_a_look_up_and_its_products(rig, name):
     assert rig.table.slot_of(0) == -1
 
 
-@pytest.mark.parametrize(("chosen", "rows"), [((3, 1), [1]), ((1, 3), [0]), ((1, 1), [0, 1])])
+@pytest.mark.parametrize(
+    ("chosen", "rows"),
+    [((3, 1), {1: 1}), ((1, 3), {0: 1}), ((1, 1), {0: 1, 1: 1}), ((4, 1), {0: 2, 1: 1})],
+)
 def test_outputs_of_the_host_have_the_rows_of_their_choices(rig, chosen, rows):
     """Also of an expert that is chosen twice; they are there before the sum."""
-
-    class Host:
-        def outputs_of(self, experts: list[int]) -> torch.Tensor:
-            assert experts == [1]
-            return torch.arange(1.0, 1 + len(rows))[:, None].expand(-1, HIDDEN)
-
     rig.bring(3, 0)
     report = rig.token(*chosen)
-    assert rig.launches.missing(report) == {1}
+    experts = sorted({*chosen} - {3})
+    assert {*rig.launches.missing(report)} == {*experts}
     out, sums = rig.launches._step.out, list[torch.Tensor]()
     out.fill_(7)
 
@@ -157,11 +154,11 @@ def test_outputs_of_the_host_have_the_rows_of_their_choices(rig, chosen, rows):
         sums.append(out.clone())
 
     rig.act = act
-    routing = Routing.of(rig.launches.choice(report), 6)
-    rig.launches.merge_outputs(Host(), [1], routing, lambda sent: sent)
+    outputs = torch.arange(1.0, 1 + len(experts))[:, None].expand(-1, HIDDEN)
+    rig.launches.merge_outputs(outputs, experts, report, lambda sent: sent)
     (summed,) = sums
     expected = torch.full((TOP_K, HIDDEN), 7.0)
-    for value, row in enumerate(rows, 1):
+    for row, value in rows.items():
         expected[row] = value
     assert torch.equal(summed.float(), expected)
 

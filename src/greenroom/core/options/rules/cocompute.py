@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from greenroom.core.cost import Costs
 from greenroom.core.events import HOST, Routed
-from greenroom.core.options.rules.processors import Miss, Queues, assign
+from greenroom.core.options.rules.processors import Miss, Queues, assign, count_on_host
 from greenroom.core.options.rules.promotion import PromotionQueue
 from greenroom.core.options.rules.rates import Rates
 from greenroom.core.plan import EXACT, ComputedGroup, Option, PromotionCandidate, StepPlan, View
@@ -46,6 +46,19 @@ class CoCompute(Option):
         for row in rows:
             self._promotions.remove(int(event.experts[row]))
         return plan
+
+    def share(self, misses: Sequence[int], hits: int, view: View) -> int:
+        rates, nbytes, queues = self.rates, int(view.pieces.nbytes[misses[0]]), Queues.empty()
+        miss = rates.miss(0, 1, nbytes, True, 0)
+        for _ in range(hits):
+            queues.devices[0] += miss.on_device
+        self._add_backlog(queues, (), view)
+        count = count_on_host(len(misses), miss, queues)
+        if not count:
+            rates.host_unused()
+        for expert in misses[len(misses) - count :]:
+            self._promotions.remove(expert)
+        return count
 
     def _misses(
         self, event: Routed, plan: StepPlan | None, view: View
@@ -96,6 +109,9 @@ class CoCompute(Option):
 
     def landed(self, link: int, lane: int, nbytes: float, now: float) -> None:
         self.rates.chunk_landed(link, lane, nbytes, now)
+
+    def copied(self, nbytes: int, seconds: float) -> None:
+        self.rates.copied(nbytes, seconds)
 
     def computed(self, group: ComputedGroup, seconds: float, view: View) -> None:
         nbytes = int(view.pieces.nbytes[group.experts[0]])

@@ -127,6 +127,29 @@ def assign(misses: Sequence[Miss], queues: Queues) -> list[int]:
     return sorted(plans[ends.index(min(ends))])
 
 
+def count_on_host(count: int, miss: Miss, queues: Queues) -> int:
+    """Choose how many of equal misses, whose bytes are in host memory, the host computes.
+
+    These are the last ones. The choice is that of `assign`, which takes longer.
+    """
+    host, link, device = queues.host, queues.links[miss.device], queues.devices[miss.device]
+    on_host, moved = [host], [device]  # the ends with none, one, two ...
+    for _ in range(count):
+        host += miss.on_host
+        link += miss.move
+        device = max(link, device) + miss.on_device
+        on_host.append(host)
+        moved.append(device)
+    greedy = moves = 0
+    while greedy + moves < count:
+        if moved[moves + 1] <= on_host[greedy + 1]:
+            moves += 1
+        else:
+            greedy += 1
+    ends = [(max(on_host[n], moved[count - n]), n) for n in (0, greedy, count)]
+    return min(ends)[1]
+
+
 def end_with(misses: Sequence[Miss], on_host: Collection[int], queues: Queues) -> float:
     """Return the seconds until a layer's step ends if the host computes given experts.
 

@@ -123,6 +123,11 @@ class Rates:
             bandwidth = self._costs.links[min(link, 1)].bandwidth
             self._links[link].add(nbytes / bandwidth, now - since)
 
+    def copied(self, nbytes: int, seconds: float) -> None:
+        """Correct the rate of the first device's link by copies that waited for no thread."""
+        if self._learn:
+            self._links[1].add(nbytes / self._costs.links[1].bandwidth, seconds)
+
     def computed(self, device: int, rows: Iterable[int], nbytes: int, seconds: float) -> None:
         """Correct a processor's rate by the time that an expert group took.
 

@@ -288,7 +288,6 @@ class TritonStep(base.KernelStep):
             self.weights.view(-1)[upload(rows, self.plan.device)] = 0
 
     def outputs_of(self, experts: Sequence[int]) -> Tensor:
-        """Return outputs [n, H], expert by expert, before gate weights and post-expert norm."""
         self._end_segments()
         return torch.cat([self.out[self.routing.entries(expert)] for expert in experts])
 

@@ -69,6 +69,7 @@ class TokenLaunches:
             routing = Routing.of(np.arange(top_k)[None], top_k)
             step = self._step = TritonStep(layer, plan, self._x, routing, self._weights)
             self._result = torch.zeros_like(self._x)
+            self._rows = step.out.unbind()  # of each rank's expert
             tiles, computed, self._order, tokens, self._number_there = (
                 torch.zeros(n, dtype=torch.int64, device=device)
                 for n in (4 * top_k, top_k, 2 * top_k, top_k, 1)
@@ -263,28 +264,36 @@ class TokenLaunches:
         self._changed = end
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor]:
-        """Return a token's hidden states [1, H] and gate weights [1, top_k]."""
-        return self._x, self._weights
+    def input(self) -> Tensor:
+        """Return a token's hidden state [1, H]."""
+        return self._x
 
     def host_kernel(self, layer: LayerExperts) -> Any:
         """Return a kernel for the host's processor; see `KernelStep.host_kernel`."""
         return self._step.host_kernel(layer)
 
     def merge_outputs(
-        self, other: Any, experts: Sequence[int], routing: Routing, send: Callable[[Tensor], Tensor]
+        self,
+        outputs: Tensor,
+        experts: Sequence[int],
+        report: list[int],
+        send: Callable[[Tensor], Tensor],
     ) -> None:
         """Add to a token's sum the outputs of experts that another processor has computed.
 
-        other:   the computation there, which has the token's `routing`
-        experts: none of those that were in slots
+        outputs: [n, H], before gate weights and post-expert norm
+        experts: [n], none of those that were in slots
         send:    copies a tensor to the device
         """
-        outputs, rank = other.outputs_of(experts), routing.ranks.tolist()
-        ranks = [rank[n] for each in routing.entries_of(experts) for n in each]
+        number = {expert: n for n, expert in enumerate(experts)}
+        of_rank = [number.get(each >> 1 & EXPERT, -1) for each in report]
+        ranks, out = [rank for rank, n in enumerate(of_rank) if n >= 0], self._rows
         with self.in_order():
-            rows = send(outputs.to(self._step.out.dtype))
-            torch._foreach_copy_([self._step.out[n] for n in ranks], [*rows], non_blocking=True)
+            rows = send(outputs.to(self._step.out.dtype)).unbind()
+            torch._foreach_copy_(
+                [out[rank] for rank in ranks], [rows[of_rank[rank]] for rank in ranks],
+                non_blocking=True,
+            )  # fmt: skip
             self._add_up()
 
     def result(self) -> Tensor:
