@@ -96,6 +96,11 @@ class ComputedGroup(NamedTuple):
     experts: Sequence[int]
     tokens: Sequence[int]
 
+    @classmethod
+    def of_token(cls, layer: int, device: int, experts: Sequence[int]) -> ComputedGroup:
+        """Describe exact experts of a step of one token."""
+        return cls(layer, False, device, EXACT, experts, [1] * len(experts))
+
 
 class TransferStatus(NamedTuple):
     """The state of the transfer of an expert, segment or copy.

@@ -37,7 +37,7 @@ def sharing(
     links = Link(100.0), Link(100 / speeds[0])
     costs = Costs(links, Work.constant(0.07), Work.constant(0.0), host=Work.constant(speeds[1]))
     return Scheduler(
-        pieces(), capacity, policy(name), lanes=(1, 2), ahead=ahead,
+        pieces(), capacity, policy(name), lanes=(1, 1), ahead=ahead,
         host=HostTier(pieces(), host, policy("lru")),
         options=[CoCompute(Rates(costs, 100, learn=False))],
     )  # fmt: skip

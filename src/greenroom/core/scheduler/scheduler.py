@@ -13,7 +13,6 @@ The scheduler owns these objects and calls them; none of them knows the schedule
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeVar
 
 from greenroom.core.cache.buffer import BorrowedSlot
@@ -38,7 +37,7 @@ from greenroom.core.events import (
     Routed,
 )
 from greenroom.core.pieces import Ints, Pieces
-from greenroom.core.plan import EXACT, ComputedGroup, Option, StepPlan, overrides
+from greenroom.core.plan import ComputedGroup, Option, StepPlan
 from greenroom.core.policy import Policy
 from greenroom.core.prefetch.lookahead import Lookahead
 from greenroom.core.prefetch.prefetcher import Prefetcher
@@ -46,6 +45,7 @@ from greenroom.core.scheduler.borrowing import Borrowing
 from greenroom.core.scheduler.checks import check_settings
 from greenroom.core.scheduler.demands import demand
 from greenroom.core.scheduler.leases import lease
+from greenroom.core.scheduler.option_calls import OptionCalls
 from greenroom.core.scheduler.resident_steps import ResidentSteps
 from greenroom.core.scheduler.step import Step
 from greenroom.core.scheduler.view import StateView
@@ -93,7 +93,7 @@ class Scheduler:
         after:    an emptied scheduler, whose counts and prediction statistics are continued"""
         check_settings(pieces, pin, ahead, options)
         self.pieces, self._layers = pieces, pieces.layers
-        self.pin, self.options = pin, tuple(options)
+        self.pin, self.options, self.option_calls = pin, tuple(options), OptionCalls(options)
         self.counts: Counts = Counts() if after is None else after.counts
         self.placement = Placement(pieces, capacity, policy, scope, ahead, seed)
         self.lookahead: Lookahead = after.lookahead if after else lookahead or Lookahead(pieces)
@@ -107,27 +107,12 @@ class Scheduler:
         self.view = StateView(self.placement, self.transfers, self.prefetcher, self.counts)
         self.groups_have_parts = pieces.split is not None or any(o.approximates for o in options)
         self._detailed = self.groups_have_parts or pieces.devices > 1  # several groups, no misses
-        self._planners = [o.plan for o in options if overrides(o, "plan")]
-        self._observers = [o.computed for o in options if overrides(o, "computed")]
-        self._step_class = next((o.step_class for o in options if o.step_class), Step)
-        self.prefetcher.drops_unused = not self._step_class.keeps_prefetches
-        self._proposers = [o for o in options if overrides(o, "candidates")]
-        sharing = next((o for o in options if overrides(o, "share")), None)
-        needs_events = (
-            self._detailed
-            or self._step_class is not Step
-            or any(
-                overrides(option, method)
-                for method in ("plan", "computed", "candidates")
-                for option in options
-                if option is not sharing
-            )
-        )
-        share = None if sharing is None else partial(sharing.share, view=self.view)
+        calls, self._proposers = self.option_calls, self.option_calls.proposers
+        self.prefetcher.drops_unused = not calls.step_class.keeps_prefetches
         self.resident_steps = ResidentSteps(
-            self.placement, self.transfers, self.prefetcher, self.counts, needs_events, pin, share
-        )
-        self._copy_observers = [o.copied for o in options if overrides(o, "copied")]
+            self.placement, self.transfers, self.prefetcher, self.counts,
+            self._detailed or calls.decide_steps, pin, calls.share(self.view),
+        )  # fmt: skip
         self._handlers = self._handlers_by_event()
 
     def _handlers_by_event(self) -> dict[type[Event], Callable[..., None]]:
@@ -189,10 +174,10 @@ class Scheduler:
         if borrows:
             self.prefetcher.routed(event, self._now)
         plan: StepPlan | None = None
-        for option in self._planners:
+        for option in self.option_calls.planners:
             plan = option(event, plan, self.view)
         clock = event.step * self._layers + event.layer
-        step = self.step = self._step_class(event, clock, placement, transfers, counts)
+        step = self.step = self.option_calls.step_class(event, clock, placement, transfers, counts)
         without_slot, approximated = NO_FLAGS, None
         if plan is not None:
             without_slot, approximated = lease(step, event, plan, placement, transfers)
@@ -247,20 +232,14 @@ class Scheduler:
 
     def _host_computed(self, event: HostComputed, actions: list[Action]) -> None:
         """End the host's part of a step that was served without events."""
-        host, experts = self.transfers.host, event.experts
-        assert host is not None
-        for expert in experts:
-            host.release(expert, True)
+        assert self.transfers.host is not None
+        for expert in event.experts:
+            self.transfers.host.release(expert, True)
         if event.seconds:
-            group = ComputedGroup(event.layer, False, HOST, EXACT, experts, [1] * len(experts))
-            for computed in self._observers:
+            group = ComputedGroup.of_token(event.layer, HOST, event.experts)
+            for computed in self.option_calls.observers:
                 computed(group, event.seconds, self.view)
         self._pump(actions)
-
-    def copied(self, nbytes: int, seconds: float) -> None:
-        """Tell options how long a device took to copy experts that it has loaded in order."""
-        for copied in self._copy_observers:
-            copied(nbytes, seconds)
 
     # ---- a step continues
 
@@ -326,10 +305,10 @@ class Scheduler:
         if step is None or event.device not in step.expert_groups:
             raise RuntimeError(f"event Computed: device {event.device} computes no expert group")
         requests = step.expert_groups.pop(event.device)
-        if self._observers:
+        if self.option_calls.observers:
             group = step.describe_group(event.device, requests)
             seconds = self._now - step.start_times[event.device]
-            for computed in self._observers:
+            for computed in self.option_calls.observers:
                 computed(group, seconds, self.view)
         step.computed(requests)
         waits = step.waiting or step.awaiting_secondary

@@ -225,7 +225,7 @@ class DeviceSteps:
                 meter.links[-1].nbytes += nbytes
                 meter.links[-1].busy_s += seconds
                 meter.add_stall(layer, "miss", seconds)
-                self._driver.scheduler.copied(nbytes, seconds)
+                self._driver.scheduler.option_calls.copied(nbytes, seconds)
 
     def _event(self, layer: int, experts: Sequence[int]) -> Routed:
         """Return the event of the next step, of a layer in this pass or the next one."""

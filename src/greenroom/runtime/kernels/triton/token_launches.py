@@ -68,8 +68,7 @@ class TokenLaunches:
             )
             routing = Routing.of(np.arange(top_k)[None], top_k)
             step = self._step = TritonStep(layer, plan, self._x, routing, self._weights)
-            self._result = torch.zeros_like(self._x)
-            self._rows = step.out.unbind()  # of each rank's expert
+            self._result, self._rows = torch.zeros_like(self._x), step.out.unbind()  # by rank
             tiles, computed, self._order, tokens, self._number_there = (
                 torch.zeros(n, dtype=torch.int64, device=device)
                 for n in (4 * top_k, top_k, 2 * top_k, top_k, 1)
