@@ -12,6 +12,7 @@ import pytest
 import greenroom.cli.doctor  # noqa: F401, before a fixture replaces what it imports
 from greenroom.cli.estimate import machine
 from greenroom.cli.estimate.card import fit, recommendation
+from greenroom.cli.estimate.machine import default_profile
 from greenroom.config import LoadConfig
 from greenroom.core.cost import Link, Work
 from greenroom.core.machine import Machine, Processor
@@ -48,7 +49,7 @@ def test_what_is_predicted_and_assumed_is_said(cli: Run, folder: Path, home: Pat
         "PCIe 4x16 at 23.6 GB/s, 75% of the data sheet",
         "64 GiB of memory at 60.0 GB/s, disk at 5.00 GB/s",
         "Python takes 0.68 ms a layer, 0.06 ms where the layer is one graph, and 0.12 ms more if"
-        " experts are missing (0.6 with --co-compute auto)",
+        " experts are missing (0.5 with --co-compute auto)",
         "The pass of a token is one CUDA graph",
         "experts fit in the card's memory",
         "routing: synthetic",
@@ -112,6 +113,14 @@ def test_what_is_not_given_is_as_this_machine_has_it(cli: Run, folder: Path, hom
 )
 def test_wrong_values_get_one_line(cli: Run, folder: Path, options: tuple[str, ...], said: str):
     assert said in cli("doctor", folder, *options).mistake
+
+
+def test_a_predicted_machine_does_not_replace_this_one_s_profile(cli: Run, folder: Path):
+    profile = default_profile()
+    for output in (profile, profile.parent / ".." / profile.parent.name / profile.name):
+        ran = cli("doctor", folder, "--gpu", "t4", *HOST, "--output", output)
+        assert "is this machine's profile: name another file" in ran.mistake
+    assert not profile.exists()
 
 
 def test_several_cards_have_a_placement(cli: Run, folder: Path):

@@ -22,6 +22,12 @@ def test_a_machine_whose_disk_limits_and_one_whose_disk_keeps_up():
     )
 
 
+def test_a_predicted_gpu_was_not_measured():
+    device = {"name": "RTX 4090", "memory_bytes": 24 << 30, "memory": 7e11}
+    found = {"predicted": True, "device": device}
+    assert "RTX 4090" not in " ".join(summary.machine_summary(replace(MACHINE, measured=found)))
+
+
 def test_a_busy_machine_is_not_to_be_trusted():
     busy = replace(MACHINE, host={**HOST, "load": 1.5})
     assert "measure again when the machine is idle" in summary.machine_summary(busy)[-1]

@@ -47,7 +47,8 @@ def machine_summary(machine: Machine) -> list[str]:
             f"Memory delivers {best / 1e9:.1f} GB/s: a token that reads 1 GB of weights takes at"
             f" least {show_time(1e9 / best)}."
         )
-    if (device := machine.measured.get("device")) is not None:
+    device = machine.measured.get("device")
+    if device is not None and not machine.measured.get("predicted"):
         lines.append(_device_summary(device, size))
     if available := host.get("available_bytes"):
         lines.append(

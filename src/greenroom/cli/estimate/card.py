@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.amounts import parse_memory
 from greenroom.cli.estimate.estimator import described
-from greenroom.cli.estimate.machine import machine_of, memory_of, on_a_gpu
+from greenroom.cli.estimate.machine import default_profile, machine_of, memory_of, on_a_gpu
 from greenroom.cli.options.fields import take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import check_target, write_file
@@ -78,6 +79,10 @@ def check_card_options(args: argparse.Namespace) -> None:
                          " `greenroom doctor MODEL --gpu 'RTX 4090'`")  # fmt: skip
     if args.quick or args.path is not None:
         raise UsageError("--quick and --path measure this machine: leave them out with --gpu")
+    output: Path | None = args.output
+    if output is not None and output.resolve() == default_profile().resolve():
+        raise UsageError(f"--output {output} is this machine's profile: name another file, since"
+                         " --gpu predicts another machine")  # fmt: skip
     if args.num_gpus is not None:
         at_least(1)(args.num_gpus, "--num-gpus")
 
