@@ -33,6 +33,7 @@ from greenroom.runtime.kernels.eager import EagerStep
 from greenroom.sim.clock import TraceStep
 from tests.hf.memory.test_device import ids
 from tests.models import cached_tiny, reference
+from tests.recorded_graphs import RecordedGraphs
 from tests.sim.small import simulate
 
 CoCompute = pytest.importorskip("greenroom.core.options.rules.cocompute").CoCompute
@@ -148,7 +149,8 @@ def test_the_host_takes_misses_of_tokens_in_pieces(name, monkeypatch):
 
     monkeypatch.setattr(Launch, "start", one_at_a_time)
     monkeypatch.setattr(TritonStep, "host_kernel", lambda step, layer: TritonKernel())
-    monkeypatch.setattr(places, "engine_for", lambda parts, number=0: Engine())
+    engine = RecordedGraphs(monkeypatch)
+    monkeypatch.setattr(places, "engine_for", lambda parts, number=0: engine)
     served, answers, replay = list[int](), list[Any](), PieceGraph.replay
 
     def counting(self: PieceGraph, decode: Any) -> Any:
