@@ -29,6 +29,7 @@ from greenroom.policies import policy
 from greenroom.runtime.cuda.co_compute import HostShare
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.driver.device_steps import DeviceSteps
+from greenroom.runtime.kernels.cpu import CpuStep
 from greenroom.runtime.kernels.eager import EagerStep
 from greenroom.sim.clock import TraceStep
 from tests.hf.memory.test_device import ids
@@ -125,6 +126,37 @@ def test_outputs_of_the_host_join_those_of_a_gpu_s_kernels(kernels, monkeypatch)
             assert torch.equal(got, theirs)
         else:
             assert (got.float() - theirs.float()).abs().max() < 0.1 * theirs.abs().max()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_compiled_kernels_compute_a_token_s_experts_on_the_host(name, monkeypatch):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu has the compiled ones")
+    monkeypatch.setattr(places, "engine_for", lambda parts, number=0: Engine())
+    compute, computed = CpuStep.compute_from, list[int]()
+
+    def counting(step: CpuStep, experts: Any, *more: Any) -> None:
+        computed.append(len(experts))
+        compute(step, experts, *more)
+
+    monkeypatch.setattr(CpuStep, "compute_from", counting)
+    theirs = reference(cached_tiny(name, dtype="bfloat16"))
+    with (
+        both(name, QUICK, fake=False, cuda=True, kernels="triton") as model,
+        torch.inference_mode(),
+    ):
+        model.greenroom.bindings._graph._refused = True
+        caches = [each(ids(1, 5), use_cache=True).past_key_values for each in (model, theirs)]
+        computed.clear()
+        for token in ids(4, 1):
+            got, expected = (
+                each(token[None], past_key_values=cache, use_cache=True).logits.float()
+                for each, cache in zip((model, theirs), caches, strict=True)
+            )
+            assert (got - expected).abs().max() < 0.1 * expected.abs().max()
+    assert sum(computed) > 0
 
 
 @pytest.mark.interpreted

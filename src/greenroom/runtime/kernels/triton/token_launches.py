@@ -68,7 +68,8 @@ class TokenLaunches:
             )
             routing = Routing.of(np.arange(top_k)[None], top_k)
             step = self._step = TritonStep(layer, plan, self._x, routing, self._weights)
-            self._result, self._rows = torch.zeros_like(self._x), step.out.unbind()  # by rank
+            self._result = torch.zeros_like(self._x)
+            self._rows = [step.out[rank] for rank in range(top_k)]
             tiles, computed, self._order, tokens, self._number_there = (
                 torch.zeros(n, dtype=torch.int64, device=device)
                 for n in (4 * top_k, top_k, 2 * top_k, top_k, 1)
@@ -100,9 +101,8 @@ class TokenLaunches:
             for again in (False, True)
         )
         self._sequences: Sequence[Work] = (self._compute, self._compute_again)
-        self._in_graphs = False
         self._counts_agree = True  # of look-ups here and on the device
-        self._changed = 0  # numbers in use of `_changes`
+        self._in_graphs, self._changed = False, 0  # numbers in use of `_changes`
 
     def start(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Launch the computation of one token's experts; return the sum of those in slots.
