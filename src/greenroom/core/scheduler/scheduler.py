@@ -12,7 +12,7 @@ The scheduler owns these objects and calls them; none of them knows the schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -247,10 +247,8 @@ class Scheduler:
 
     def _host_computed(self, event: HostComputed, actions: list[Action]) -> None:
         """End the host's part of a step that was served without events."""
-        host, experts = self.transfers.host, event.experts
-        assert host is not None
-        for expert in experts:
-            host.release(expert, True)
+        experts = event.experts
+        self.resident_steps.release_host()
         if event.seconds:
             group = ComputedGroup(event.layer, False, HOST, EXACT, experts, [1] * len(experts))
             for computed in self._observers:
@@ -354,7 +352,9 @@ class Scheduler:
         if not placement.buffer.size or waits or placement.resizing:
             return
         if self.lookahead.candidates or self._proposers:
-            busy = step.experts_on_host() if step is not None and step.on_host else ()
+            busy: Collection[int] = self.resident_steps.on_host
+            if step is not None and step.on_host:
+                busy = step.experts_on_host()
             begin, promote = self.prefetcher.begin_next, self.prefetcher.promote
             while begin(busy) or promote(self._proposers, self.view):
                 transfers.start(actions, self._now)
