@@ -221,17 +221,14 @@ class ResidentSteps:
 
     def undo(self, misses: Misses, event: Routed) -> None:
         """Take back what `load` has done, for a step that failed."""
-        host = self._transfers.host
-        assert host is not None
         for piece in misses.loads.pieces:
             self._cache.remove(piece, event.step * self._layers + event.layer)
         self.release_host()
 
     def release_host(self) -> None:
-        """Release the slots in host memory from which the host has computed."""
+        """Release the slots in host memory from which the host has computed, if there are any."""
         host, (experts, self.on_host) = self._transfers.host, (self.on_host, ())
-        assert host is not None
-        for expert in experts:
+        for expert in experts if host is not None else ():
             host.release(expert, True)
 
     def enter_path(self) -> None:
