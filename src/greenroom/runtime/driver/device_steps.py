@@ -162,6 +162,7 @@ class DeviceSteps:
             driver.begin_exclusive(interruptible=True)
             event, residents = self._event(layer, step.experts()), driver.scheduler.resident_steps
             event.device_only = step.device_only
+            driver.predictions.reached(event.step, layer)  # later predictions are overtaken
             with driver.lock:
                 missing: Misses | None = None
                 try:
@@ -177,9 +178,13 @@ class DeviceSteps:
                     raise
                 self._count(event)  # while experts are on their way
                 driver.miss_counts[layer] += len(missing.loads.pieces) + len(missing.on_host)
+            predicts = driver.predictions.predicts  # which must not be late
+            if predicts:
+                driver.predictions.observe(event.step, layer, step.observe)
             if missing.on_host:
                 self._compute_on_host(step, missing)
-            driver.predictions.observe(event.step, layer, step.observe)
+            if not predicts:
+                driver.predictions.observe(event.step, layer, step.observe)
         return True
 
     def _has_device_part(self, step: ComputedStep, missing: Misses) -> bool:
