@@ -227,9 +227,12 @@ class ResidentSteps:
 
     def release_host(self) -> None:
         """Release the slots in host memory from which the host has computed, if there are any."""
-        host, (experts, self.on_host) = self._transfers.host, (self.on_host, ())
-        for expert in experts if host is not None else ():
-            host.release(expert, True)
+        experts, self.on_host = self.on_host, ()
+        if experts:
+            host = self._transfers.host
+            assert host is not None
+            for expert in experts:
+                host.release(expert, True)
 
     def enter_path(self) -> None:
         """Let the path record later steps, if the cache is an LRU cache."""
