@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from greenroom.core.events import StartChunk
+from greenroom.core.events import Routed, StartChunk
 from greenroom.core.layout import Copy, Extent
 from greenroom.errors import StoreError
 from greenroom.runtime.cuda.co_compute import CoComputeKernel
@@ -208,3 +208,23 @@ def test_a_thread_that_begins_a_step_leaves_that_of_another_thread_alone():
     another.start()
     another.join(30)
     assert torch.equal(kernel.combine(step), want)
+
+
+def test_the_next_step_releases_what_an_interrupted_one_had_left_to_the_host(disk):
+    rig = HostComputeDriver(disk(LAYERS, EXPERTS), 6, 18, 1e-5)
+    rig.begin()
+    for layer in (0, 1, 2):
+        rig.step(layer, 0, 1, 2, 3)
+    rig.settle()
+    placement, driver = rig.scheduler.placement, rig.driver
+    absent = next(e for e in (12, 13, 14, 15) if not placement.has_slot(e))
+    event = Routed(1, 2, np.array([absent], np.int64))
+    with driver.lock:
+        misses = rig.scheduler.resident_steps.load(event, 0.0)
+    assert misses is not None
+    assert misses.on_host == [absent]
+    assert rig.tier.leases == {absent}  # the thread is interrupted now
+    rig.step(0, 4)
+    rig.settle()
+    assert not rig.tier.leases
+    rig.driver.close()

@@ -48,6 +48,7 @@ class Rig:
 
     def __init__(self, misses: Misses | None, missing: Sequence[int]) -> None:
         self.did, self.undone, self.handled = list[Any](), list[Any](), list[Event]()
+        self.reached = list[tuple[int, int]]()
         self.layer, self.missing, self.device_only = 1, missing, False
         residents = SimpleNamespace(
             load=lambda event, now: self.served(event, misses),
@@ -66,7 +67,11 @@ class Rig:
             resident=SimpleNamespace(count=lambda pieces: None),
             miss_counts=[0, 0],
             meter=SimpleNamespace(host_s=0.0),
-            predictions=SimpleNamespace(observe=lambda *_: self.did.append("observe")),
+            predictions=SimpleNamespace(
+                predicts=False,
+                reached=lambda *at: self.reached.append(at),
+                observe=lambda *_: self.did.append("observe"),
+            ),
         )
         loads: Any = SimpleNamespace(launch=self.launch)
         actions: Any = SimpleNamespace(mark_broken=lambda error: self.did.append("broken"))
@@ -75,6 +80,7 @@ class Rig:
     def served(self, event: Routed, misses: Misses | None) -> Misses | None:
         assert event.experts.tolist() == [4, 6, 7]
         assert event.device_only == self.device_only
+        assert self.reached == [(0, 1)]  # a prediction for the layer is overtaken from here on
         return misses
 
     def launch(self, layer: int, loads: Loads, compute: Callable[[], object]) -> None:
@@ -121,6 +127,13 @@ def test_a_device_computes_what_is_missing_and_not_the_host_s(loaded, on_host, m
         [(1, on_host, True)] if on_host else []
     )
     assert (rig.driver.meter.host_s > 0) == bool(on_host)
+
+
+def test_experts_of_later_layers_are_predicted_before_the_host_computes() -> None:
+    rig = Rig(Misses(Loads([], [], []), [6], [8]), [2])
+    rig.driver.predictions.predicts = True
+    assert rig.steps.load(rig)
+    assert rig.did == ["inputs", "observe", ([2], [8])]
 
 
 def test_an_error_on_the_host_ends_its_part_of_the_step() -> None:

@@ -47,10 +47,12 @@ class ResidentSteps:
     Their experts are all resident, or a device loads the others in order with its computation. The
     host may compute some of these. What it has computed before may be on its way to slots.
 
-    path: records the steps of an LRU cache with a slot for every expert; None: another cache
+    path:    records the steps of an LRU cache with a slot for every expert; None: another cache
+    on_host: experts of the latest step that the host computes, until it has ended
     """
 
     path: AllResident | None = None
+    on_host: Sequence[int] = ()
     _pinned: Ints = NO_PIECES  # of the step that a thread computes
 
     def __init__(
@@ -208,6 +210,7 @@ class ResidentSteps:
     ) -> Misses:
         """Leave all missing experts but the first ones to the host."""
         on_host, host_slots = served[0][moved:], served[2][moved:]
+        self.on_host = on_host
         host.routed(event)
         for piece in on_host:
             host.request(piece)
@@ -218,12 +221,18 @@ class ResidentSteps:
 
     def undo(self, misses: Misses, event: Routed) -> None:
         """Take back what `load` has done, for a step that failed."""
-        host = self._transfers.host
-        assert host is not None
         for piece in misses.loads.pieces:
             self._cache.remove(piece, event.step * self._layers + event.layer)
-        for piece in misses.on_host:
-            host.release(piece, True)
+        self.release_host()
+
+    def release_host(self) -> None:
+        """Release the slots in host memory from which the host has computed."""
+        experts, self.on_host = self.on_host, ()
+        if experts:
+            host = self._transfers.host
+            assert host is not None
+            for expert in experts:
+                host.release(expert, True)
 
     def enter_path(self) -> None:
         """Let the path record later steps, if the cache is an LRU cache."""

@@ -232,9 +232,7 @@ class Scheduler:
 
     def _host_computed(self, event: HostComputed, actions: list[Action]) -> None:
         """End the host's part of a step that was served without events."""
-        assert self.transfers.host is not None
-        for expert in event.experts:
-            self.transfers.host.release(expert, True)
+        self.resident_steps.release_host()
         if event.seconds:
             group = ComputedGroup.of_token(event.layer, HOST, event.experts)
             for computed in self.option_calls.observers:
@@ -333,7 +331,7 @@ class Scheduler:
         if not placement.buffer.size or waits or placement.resizing:
             return
         if self.lookahead.candidates or self._proposers:
-            busy = step.experts_on_host() if step is not None and step.on_host else ()
+            busy = step.experts_on_host() if step is not None else self.resident_steps.on_host
             begin, promote = self.prefetcher.begin_next, self.prefetcher.promote
             while begin(busy) or promote(self._proposers, self.view):
                 transfers.start(actions, self._now)

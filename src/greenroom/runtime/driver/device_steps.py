@@ -162,30 +162,29 @@ class DeviceSteps:
             driver.begin_exclusive(interruptible=True)
             event, residents = self._event(layer, step.experts()), driver.scheduler.resident_steps
             event.device_only = step.device_only
-            missing: Misses | None = None
-            seconds = 0.0  # of the host's part
-            try:
-                with driver.lock:
-                    try:
-                        missing = residents.load(event, time.perf_counter())
-                        if missing is None:
-                            return False
-                        if missing.on_host:  # before copies of experts
-                            step.send_inputs()
-                        if self._has_device_part(step, missing):
-                            loads.launch(layer, missing.loads, step.compute_missing)
-                    except BaseException as error:
-                        undone, missing = missing, None
-                        self._undo(undone, event, error)
-                        raise
-                    self._count(event)  # while experts are on their way
-                    driver.miss_counts[layer] += len(missing.loads.pieces) + len(missing.on_host)
-                if missing.on_host:
-                    seconds = self._compute_on_host(step, missing)
-            finally:
-                if missing is not None and missing.on_host:
-                    self._handle(HostComputed(layer, missing.on_host, seconds))
-            driver.predictions.observe(event.step, layer, step.observe)
+            driver.predictions.reached(event.step, layer)  # later predictions are overtaken
+            with driver.lock:
+                missing: Misses | None = None
+                try:
+                    missing = residents.load(event, time.perf_counter())
+                    if missing is None:
+                        return False
+                    if missing.on_host:  # before copies of experts
+                        step.send_inputs()
+                    if self._has_device_part(step, missing):
+                        loads.launch(layer, missing.loads, step.compute_missing)
+                except BaseException as error:
+                    self._undo(missing, event, error)
+                    raise
+                self._count(event)  # while experts are on their way
+                driver.miss_counts[layer] += len(missing.loads.pieces) + len(missing.on_host)
+            predicts = driver.predictions.predicts  # which must not be late
+            if predicts:
+                driver.predictions.observe(event.step, layer, step.observe)
+            if missing.on_host:
+                self._compute_on_host(step, missing)
+            if not predicts:
+                driver.predictions.observe(event.step, layer, step.observe)
         return True
 
     def _has_device_part(self, step: ComputedStep, missing: Misses) -> bool:
@@ -197,13 +196,16 @@ class DeviceSteps:
         absent = {first + expert for expert in step.missing}
         return bool(missing.loads.pieces) or not absent.issubset(missing.on_host)
 
-    def _compute_on_host(self, step: ComputedStep, missing: Misses) -> float:
-        """Compute a step's experts that the host has taken; return the seconds."""
-        begin, first = time.perf_counter(), self._driver.pieces.offsets[step.layer]
-        step.compute_on_host([piece - first for piece in missing.on_host], missing.host_slots)
-        seconds = time.perf_counter() - begin
-        self._driver.meter.host_s += seconds
-        return seconds
+    def _compute_on_host(self, step: ComputedStep, missing: Misses) -> None:
+        """Compute a step's experts that the host has taken, which it releases in any case."""
+        begin, seconds = time.perf_counter(), 0.0
+        first = self._driver.pieces.offsets[step.layer]
+        try:
+            step.compute_on_host([piece - first for piece in missing.on_host], missing.host_slots)
+            seconds = time.perf_counter() - begin
+        finally:
+            self._driver.meter.host_s += time.perf_counter() - begin
+            self._handle(HostComputed(step.layer, missing.on_host, seconds))
 
     def _undo(self, missing: Misses | None, event: Routed, error: BaseException) -> None:
         """Remove from the cache the experts that a step could not load, because of an error.
