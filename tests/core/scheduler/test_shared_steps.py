@@ -21,8 +21,6 @@ from greenroom.core.events import (
     Routed,
     StartChunk,
 )
-from greenroom.core.options.rules.cocompute import CoCompute
-from greenroom.core.options.rules.rates import Rates
 from greenroom.core.scheduler.resident_steps import Loads
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
@@ -30,6 +28,9 @@ from greenroom.policies import policy
 from tests.core.random_driver import EXPERTS, LAYERS, carry_out, ids, pieces
 from tests.core.scheduler.test_resident_steps import NAMES, routed, shown, state
 from tests.core.strategies import steps
+
+CoCompute = pytest.importorskip("greenroom.core.options.rules.cocompute").CoCompute
+Rates = pytest.importorskip("greenroom.core.options.rules.rates").Rates
 
 HOST_FIRST, BOTH = (10.0, 0.1), (1.0, 0.8)  # seconds on the bus, on the host
 
