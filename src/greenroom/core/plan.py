@@ -221,7 +221,10 @@ class Option:
         """Observe that a link has delivered a chunk of an expert's bytes."""
 
     def copied(self, nbytes: int, seconds: float) -> None:
-        """Observe how long a device took to copy experts from host memory, by itself."""
+        """Observe how long a device took to copy experts from host memory, by itself.
+
+        nbytes: the sum of the pieces' sizes, whatever the experts take on disk
+        """
 
     def computed(self, group: ComputedGroup, seconds: float, view: View) -> None:
         """Observe that a processor has computed an expert group, and how long it took."""

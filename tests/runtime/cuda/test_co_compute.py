@@ -228,3 +228,21 @@ def test_the_next_step_releases_what_an_interrupted_one_had_left_to_the_host(dis
     rig.settle()
     assert not rig.tier.leases
     rig.driver.close()
+
+
+def test_a_token_evicts_what_an_interrupted_step_had_pinned(disk):
+    rig = HostComputeDriver(disk(LAYERS, EXPERTS), 8, 18, 1e3)
+    rig.begin()
+    for layer in (0, 1, 2):
+        rig.step(layer, 0, 1, 2, 3, 4)
+    rig.settle()
+    driver, residents = rig.driver, rig.scheduler.resident_steps
+    with driver.lock:
+        event = Routed(1, 2, np.arange(12, 17))
+        assert residents.serve_pinned(event, 0.0) is not None  # the thread is interrupted now
+    driver.begin_exclusive()
+    with driver.lock:
+        misses = residents.load(Routed(2, 0, np.arange(4)), 0.0)
+    assert misses is not None
+    assert misses.loads.pieces == [0, 1, 2, 3]
+    driver.close()

@@ -229,9 +229,9 @@ def test_seconds_of_copies_are_said_when_they_are_known(rig):
     assert [*rig.loads.take_ended()] == []
     rig.launch((5, 1, 0), (7, 2, 2))
     rig.engine.times |= {1: 1.5, 2: 2.0}
-    assert [*rig.loads.take_ended()] == [(1, rig.nbytes(2), 0.5)]
+    assert [*rig.loads.take_ended()] == [(1, 1, rig.nbytes(2), 0.5)]
     rig.engine.times[3] = 2.25
-    assert [*rig.loads.take_ended()] == [(1, 2 * rig.nbytes(2), 0.25)]
+    assert [*rig.loads.take_ended()] == [(1, 2, 2 * rig.nbytes(2), 0.25)]
     assert [*rig.loads.take_ended()] == []
 
 

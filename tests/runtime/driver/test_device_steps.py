@@ -160,3 +160,17 @@ def test_a_step_that_needs_events_is_not_begun() -> None:
     rig.device_only = True
     assert not rig.steps.load(rig)
     assert rig.did == []
+
+
+def test_options_hear_of_the_bytes_that_experts_take_in_slots() -> None:
+    """As of the chunks that lanes bring: on disk they take twice as many in float32."""
+    rig, heard = Rig(None, []), list[Any]()
+    driver, link = rig.driver, SimpleNamespace(nbytes=0, busy_s=0.0)
+    driver.meter = SimpleNamespace(links=[link], add_stall=lambda *_: None)
+    driver.pieces.nbytes = [50] * 4 + [100] * 4
+    driver.scheduler.option_calls = SimpleNamespace(copied=lambda *of: heard.append(of))
+    loads: Any = rig.steps._loads
+    loads.take_ended = lambda: iter([(0, 1, 100, 0.25), (1, 3, 600, 0.5)])
+    rig.steps.count_loads()
+    assert heard == [(50, 0.25), (300, 0.5)]
+    assert (link.nbytes, link.busy_s) == (700, 0.75)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,12 +13,13 @@ from hypothesis import strategies as st
 from greenroom.errors import UnknownName
 from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.cpu_layer import layer_plan
-from greenroom.runtime.kernels.eager import EagerKernel
+from greenroom.runtime.kernels.eager import EagerKernel, UnweightedEagerKernel
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.table import KERNELS, make_kernel
 from tests.runtime.kernels.toys import CLASSES, DTYPES, EXPERTS, compute, experts, inputs, layer_of
 
 TOKENS = (1, 2, 3, 5, 33)
+PLAIN = UnweightedEagerKernel()
 HALF = [dtype for dtype in DTYPES if dtype != torch.float32]
 
 
@@ -165,6 +167,26 @@ def test_foreign_experts_are_skipped(name):
     got = compute(make_kernel(name), layer, places, x, index, weights)
     assert torch.equal(got, module(x, index, weights))
     assert torch.equal(got[3], torch.zeros_like(got[3]))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "index",
+    [[[2, EXPERTS, EXPERTS]], [[EXPERTS, 2, EXPERTS]], [[1, 2, EXPERTS]], [[2, 1, EXPERTS]],
+     [[1, 2, 4], [EXPERTS] * 3], [[1, EXPERTS, EXPERTS], [4, 1, EXPERTS]]],
+)  # fmt: skip
+def test_a_gpu_gets_no_outputs_of_foreign_experts(family, index):
+    """Identity experts, of LongCat, are some: `CpuStep.outputs_of` has rows of the others only."""
+    layer, places = layer_of(experts(family, torch.bfloat16))
+    x, _, weights = inputs(torch.bfloat16, len(index))
+    routing = Routing.of(np.array(index), EXPERTS)
+    chosen = routing.experts.tolist()
+    steps = [kernel.begin(layer, x, routing, weights) for kernel in (CpuKernel(), PLAIN)]
+    for step in steps:
+        step.compute_from(chosen, [places[expert] for expert in chosen], layer)
+    ours, theirs = (step.outputs_of(chosen) for step in steps)
+    assert ours.shape == theirs.shape == (len(routing.rows), layer.hidden)
+    assert distance(ours, theirs) < 0.02
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

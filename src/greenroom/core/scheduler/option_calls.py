@@ -40,6 +40,6 @@ class OptionCalls:
         return None if self._sharing is None else partial(self._sharing.share, view=view)
 
     def copied(self, nbytes: int, seconds: float) -> None:
-        """Tell options how long a device took to copy experts by itself."""
+        """Tell options how long a device took to copy experts by itself; see `Option.copied`."""
         for copied in self._copy_observers:
             copied(nbytes, seconds)

@@ -125,6 +125,16 @@ class ResidentSteps:
             pinned, self._pinned = self._pinned, NO_PIECES
             self._placement.cache.release(pinned)
 
+    @property
+    def unfinished(self) -> bool:
+        """Tell whether a step has pinned experts, or leased slots of host memory."""
+        return bool(self.on_host) or self._pinned.size > 0
+
+    def abandon(self) -> None:
+        """End a step that an interrupt has left unfinished."""
+        self.unpin()
+        self.release_host()
+
     def report(self) -> None:
         """Report the served steps to the policy now; else it learns of them at the next miss."""
         self._placement.cache.report_hits()

@@ -27,10 +27,13 @@ from greenroom.runtime.store.disk import Chunk
 class Copies(NamedTuple):
     """The copies of one step that were launched, between two events.
 
-    layer: the step's layer
+    layer:   the step's layer
+    experts: how many were copied
+    nbytes:  their bytes, counted as on disk
     """
 
     layer: int
+    experts: int
     nbytes: int
     begin: Any
     end: Any
@@ -86,7 +89,8 @@ class HostLoads:
             finally:  # also behind an error: copies of other threads come after these
                 slots.mark_computed(loads.slots)
                 self._host_memory.mark_read(loads.host_slots, slots.last_mark)
-            self._launched.append(Copies(layer, nbytes, begin, self._engine.mark_time()))
+            end = self._engine.mark_time()
+            self._launched.append(Copies(layer, len(loads.pieces), nbytes, begin, end))
             for piece, slot in zip(loads.pieces, loads.slots, strict=True):
                 table.insert(piece, slot)
             compute()
@@ -126,14 +130,14 @@ class HostLoads:
         bounds = self._bounds.setdefault(bounds, bounds)
         return Plan(nbytes, writes, [source for source, _, _ in ranges], bounds)
 
-    def take_ended(self) -> Iterator[tuple[int, int, float]]:
-        """Yield (layer, bytes, seconds) of the copies that have ended since the last call.
+    def take_ended(self) -> Iterator[tuple[int, int, int, float]]:
+        """Yield (layer, experts, bytes, seconds) of copies that have ended since the last call.
 
         The device computes nothing meanwhile, so their seconds are stalls.
         """
         while self._launched:
-            layer, nbytes, begin, end = self._launched[0]
+            layer, experts, nbytes, begin, end = self._launched[0]
             if (seconds := self._engine.seconds_between(begin, end)) is None:
                 return
             self._launched.popleft()
-            yield layer, nbytes, seconds
+            yield layer, experts, nbytes, seconds

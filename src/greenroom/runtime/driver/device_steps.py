@@ -224,13 +224,14 @@ class DeviceSteps:
         """Count the bytes and seconds of the launched copies that have ended."""
         if self._loads is None:
             return
-        meter = self._driver.meter
+        meter, pieces = self._driver.meter, self._driver.pieces
         with self._driver.lock, contextlib.suppress(DeviceError):  # of a device that is lost
-            for layer, nbytes, seconds in self._loads.take_ended():
+            for layer, experts, nbytes, seconds in self._loads.take_ended():
                 meter.links[-1].nbytes += nbytes
                 meter.links[-1].busy_s += seconds
                 meter.add_stall(layer, "miss", seconds)
-                self._driver.scheduler.option_calls.copied(nbytes, seconds)
+                in_slots = experts * int(pieces.nbytes[pieces.offsets[layer]])
+                self._driver.scheduler.option_calls.copied(in_slots, seconds)
 
     def _event(self, layer: int, experts: Sequence[int]) -> Routed:
         """Return the event of the next step, of a layer in this pass or the next one."""

@@ -304,7 +304,7 @@ class Driver:
     def begin_exclusive(self, interruptible: bool = False) -> None:
         """Begin a step or a resize, after abandoning a step that an exception left unfinished."""
         self._actions.check_open()
-        unfinished = self.scheduler.step is not None or self.scheduler.resident_steps.on_host
+        unfinished = self.scheduler.step is not None or self.scheduler.resident_steps.unfinished
         if unfinished or self._actions:
             self._abandon()
         if interruptible:
@@ -386,7 +386,7 @@ class Driver:
         with self.lock:
             self._actions.host_error = None
             self._actions.clear()
-            self.scheduler.resident_steps.release_host()
+            self.scheduler.resident_steps.abandon()
             if self.scheduler.step is not None and self._actions.broken is None:
                 self._handle_locked(Cancelled())
                 while not self._actions and self._actions.broken is None:

@@ -171,9 +171,9 @@ class CpuStep(base.KernelStep):
     def outputs_of(self, experts: Sequence[int]) -> Tensor:
         layer, routing, out, ids = self.layer, self.routing, self.outputs, list(experts)
         rows = routing.rows.tolist()
-        if (
-            rows != [*range(len(ids))] or ids != routing.experts.tolist()
-        ):  # not all, or not in order
+        if rows == [*range(len(ids))] and ids == routing.experts.tolist():  # all, in their order
+            out = out[: len(ids)]  # the token may have chosen experts of other processes
+        else:
             entries = routing.entries_of(experts)
             out = out[[rows[n] for each in entries for n in each]]
             ids = [e for e, each in zip(experts, entries, strict=True) for _ in each]
