@@ -72,13 +72,13 @@ class ResidentSteps:
         """
         self._placement, self._transfers, self._counts = placement, transfers, counts
         self._prefetcher, self._cache = prefetcher, placement.cache
-        policy = placement.cache.policy
+        policy = self._cache.policy
         # The policy needs no rows or gate weights, and inserts what is missing.
         self._can_load = pin == "step" and not policy.weighs and policy.preload is None
         self._lookahead, self._idle = prefetcher.lookahead, prefetcher.idle
         self._needs_events, self._layers = needs_events, placement.pieces.layers
         self._share = share
-        self._is_lru = placement.cache.policy.name == "lru"
+        self._is_lru = policy.name == "lru"
 
     def serve(self, event: Routed, now: float) -> Ints | None:
         """Serve a step at the time `now`; return the slots of its experts in memory.
@@ -88,7 +88,7 @@ class ResidentSteps:
         """
         if self.path is not None:
             return self.path.step(event.experts)
-        placement, cache = self._placement, self._placement.cache
+        placement, cache = self._placement, self._cache
         if self._decides_more(event.experts):
             return None
         if placement.buffer.size:  # the prediction is compared with the cache before the step
@@ -116,14 +116,14 @@ class ResidentSteps:
         slots = self.serve(event, now)
         if slots is not None and self.path is None and self._placement.buffer.size:
             self._pinned = event.experts
-            self._placement.cache.pin_step(event.experts)
+            self._cache.pin_step(event.experts)
         return slots
 
     def unpin(self) -> None:
         """End what `serve_pinned` has begun, if it has pinned anything."""
         if self._pinned.size:
             pinned, self._pinned = self._pinned, NO_PIECES
-            self._placement.cache.release(pinned)
+            self._cache.release(pinned)
 
     @property
     def unfinished(self) -> bool:
@@ -137,7 +137,7 @@ class ResidentSteps:
 
     def report(self) -> None:
         """Report the served steps to the policy now; else it learns of them at the next miss."""
-        self._placement.cache.report_hits()
+        self._cache.report_hits()
 
     def _decides_more(self, experts: Ints) -> bool:
         """Tell whether more than the eviction policy decides about a step."""
