@@ -2,15 +2,14 @@
 
     python benchmarks/gpu_host_work.py
     python benchmarks/gpu_host_work.py --kernels
-    python benchmarks/gpu_host_work.py --co-compute --wall --copy-us 800
+    python benchmarks/gpu_host_work.py --co-compute --copy-us 800
     python benchmarks/gpu_host_work.py --cache 25% 50% 100% --profile
 
-A CPU takes the GPU's place, and kernels are not launched: a launch is replaced by the little that
-the host sees of it. The CPU time of the thread that computes is taken inside the layers' experts,
-without what replaces launches, and without waiting. It says how long a GPU waits for Python. A real
-launch takes a few microseconds more, and a GPU's queue hides what is done before it is empty. With
---wall it is the time of a clock: with --co-compute, other threads move experts meanwhile, and
-Python computes in one thread at a time.
+A CPU takes the GPU's place, and nothing is launched: a launch of kernels is replaced by the little
+that the host sees of it. The time is taken inside the layers' experts, without what replaces
+launches. It says how long a GPU waits for Python. A real launch takes a few microseconds
+more, and a GPU's queue hides what is done before it is empty. With --co-compute other threads move
+experts meanwhile, and Python computes in one thread at a time.
 
     hits      layers whose experts are all in slots
     deferred  the scheduler's part of such a layer, after later layers' launches
@@ -37,7 +36,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +47,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # kernels are Python functions, which can 
 # isort: off
 import greenroom  # noqa: F401, before torch, for the threads of OpenMP
 import torch
+from numba import njit
 from torch import nn
 
 # isort: on
@@ -68,11 +68,13 @@ from greenroom.runtime import forward
 from greenroom.runtime.cuda.engine import Engine, Mark
 from greenroom.runtime.cuda.piece_graph import PieceGraph
 from greenroom.runtime.cuda.token_graph import active_graph
+from greenroom.runtime.kernels.report import TokenReport
 from greenroom.runtime.kernels.triton import look_up, one_token, programs, token_attention
+from greenroom.runtime.kernels.triton.copies import ListedCopies
 from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
 from greenroom.runtime.slots.tier import ABSENT
 
-now = time.thread_time  # with --wall a clock
+now = time.perf_counter
 SHAPE = Shape(hidden=64, inner=32, layers=8, experts=64, top_k=8)
 COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "to copy us", "rest us",
            "graph us", "launches", "layers hit", "layers missed", "graphs",
@@ -82,12 +84,12 @@ COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "to copy
 class Launches:
     """What replaces Triton's kernels: a count, and zeros as the sum over experts.
 
-    noted: look-ups that are noted, (arguments, constants), and not done; None: all are done
+    noted: look-ups that are noted, as functions that do them; None: all are done
     """
 
     def __init__(self) -> None:
         self.count, self.seconds = 0, 0.0
-        self.noted: list[tuple[Any, Any]] | None = None
+        self.noted: list[Callable[[], None]] | None = None
 
     def install(self) -> None:
         nothing = Launch(self, lambda *_, **constants: None)
@@ -98,25 +100,48 @@ class Launches:
         token_attention.merge = Launch(self, lambda *arguments, **_: arguments[1].zero_())  # type: ignore
         TokenAttention._is_near = True
 
-    def _look_up(self, *arguments: Any, **constants: Any) -> None:
+    def _look_up(self, *arguments: Any, AGAIN: bool, **_: Any) -> None:
+        write = write_report(arguments, AGAIN)
         if self.noted is None:
-            write_report(*arguments, **constants)
+            write()
         else:
-            self.noted.append((arguments, constants))
+            self.noted.append(write)
+
+    def note(self, work: Callable[[], None]) -> list[Callable[[], None]]:
+        """Return the look-ups of `work`, which is all that the host sees of it."""
+        self.noted = []
+        try:
+            work()
+            return self.noted
+        finally:
+            self.noted = None
 
 
-def write_report(
-    index: Any, offsets: Any, tiles: Any, computed: Any, order: Any, report: Any, number: Any,
-    changes: Any, first: int, *_: Any, AGAIN: bool = False, **constants: Any,
-) -> None:  # fmt: skip
-    """Do what `look_up` does for the host."""
-    number += 1
-    if AGAIN:
-        changed = changes.view(-1, 2)
-        changed = changed[changed[:, 0] >= 0]
-        offsets[changed[:, 0]] = changed[:, 1]
-    found = offsets[first + index[0]] > ABSENT
-    report[:] = (number << 32) | (index[0] << 1) | found
+def write_report(arguments: Any, again: bool) -> Callable[[], None]:
+    """Return what does for the host what a launch of `look_up` does.
+
+    It is little code, as a launch is: else what the host does next would not be in the processor's
+    caches.
+    """
+    index, offsets, _, _, _, report, number, changes = (
+        each.numpy().reshape(-1) for each in arguments[:8]
+    )
+    first = arguments[8]
+    return partial(_write_report, index, offsets, report, number, changes, first, again)
+
+
+@njit
+def _write_report(
+    index: Any, offsets: Any, report: Any, number: Any, changes: Any, first: int, again: bool
+) -> None:
+    number[0] += 1
+    if again:
+        for n in range(0, changes.size, 2):
+            if changes[n] >= 0:
+                offsets[changes[n]] = changes[n + 1]
+    for k in range(index.size):
+        found = offsets[first + index[k]] > ABSENT
+        report[k] = (number[0] << 32) | (index[k] << 1) | found
 
 
 class Launch:
@@ -150,7 +175,11 @@ class Graphs(Engine):
         time.sleep(self._copy_s)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        launch = Launch(self._launches, lambda: work())
+        look_ups = self._launches.note(work)
+        return self._graph(partial(run_all, look_ups))
+
+    def _graph(self, work: Callable[[], None]) -> Callable[[], None]:
+        launch = Launch(self._launches, work)
 
         def replay() -> None:
             count = self._launches.count
@@ -162,33 +191,25 @@ class Graphs(Engine):
     def capture_in_pieces(
         self, work: Callable[[Callable[[], None]], None]
     ) -> list[Callable[[], None]]:
-        """Note each piece's look-up, which is all that the host sees of it.
+        """Return graphs, of which the first computes the routers' choices of all layers."""
+        note = partial(self._launches.note, partial(work, lambda: None))
+        captured = note()
 
-        The first piece computes the routers' choices of all layers.
-        """
+        def begin() -> None:
+            note()
+            captured[0]()
 
-        def look_ups() -> list[tuple[Any, Any]]:
-            self._launches.noted = []
-            try:
-                work(lambda: None)
-                return self._launches.noted
-            finally:
-                self._launches.noted = None
+        pieces = [begin, *captured[1:], partial(run_all, ())]
+        return [self._graph(piece) for piece in pieces]
 
-        captured = look_ups()
 
-        def replay(number: int) -> None:
-            if number == 0:
-                look_ups()
-            if number < len(captured):
-                arguments, constants = captured[number]
-                write_report(*arguments, **constants)
-
-        return [self.capture(partial(replay, number)) for number in range(len(captured) + 1)]
+def run_all(work: Iterable[Callable[[], None]]) -> None:
+    for each in work:
+        each()
 
 
 class Clock:
-    """CPU seconds of each layer's experts, or of its piece, by whether it missed any.
+    """Seconds of each layer's experts, or of its piece, by whether it missed any.
 
     deferred: those of steps before, that are served while the device computes
     rest:     those of a token outside of experts or pieces
@@ -198,63 +219,74 @@ class Clock:
 
     def __init__(self, decoder: nn.Module, greenroom_: Greenroom, launches: Launches) -> None:
         self.seconds: dict[bool, list[float]] = defaultdict(list)
-        self.pieces, self._since = 0, (0.0, 0.0, 0)  # time, stubs and misses at a layer's begin
+        self.pieces, self._since = 0, (0.0, 0.0)  # stubs and time at a layer's begin
         self.deferred, self.tokens, self.on = list[float](), list[float](), False
         self.rest, self._experts, self._is_graph = list[float](), 0.0, False
-        self.to_copy, self._reported = list[float](), 0.0
-        read_report, copy = TokenLaunches.read_report, torch._foreach_copy_
+        self.to_copy, self._reported, self._misses = list[float](), 0.0, 0
+        read_report, capture = TokenLaunches.read_report, ListedCopies.capture
         compute, replay = decoder.forward, GraphPass._replay
         driver, inner = greenroom_.driver, forward._forward
         settle, serve_layer, replay_pieces = (
             driver.deferred.settle, PieceGraph._serve_layer, PieceGraph.replay
         )  # fmt: skip
 
-        def state() -> tuple[float, float, int]:
-            return now(), launches.seconds, int(driver.miss_counts.sum())
+        def begin_layer() -> tuple[float, float]:
+            return launches.seconds, now()
 
-        def add_layer(begin: tuple[float, float, int], end: tuple[float, float, int]) -> None:
-            seconds = end[0] - begin[0] - (end[1] - begin[1])
+        def end_layer(begin: tuple[float, float]) -> None:
+            seconds = (end := now()) - begin[1] - (launches.seconds - begin[0])
+            before, self._misses = self._misses, int(driver.miss_counts.sum())
             self._experts += seconds
             if self.on:
-                self.seconds[end[2] > begin[2]].append(seconds)
+                self.seconds[self._misses > before].append(seconds)
+            launches.seconds += now() - end  # of this, which is nobody's work
 
         def timed_layer(graph: PieceGraph, *arguments: Any) -> None:
             serve_layer(graph, *arguments)
-            begin, self._since = self._since, state()
-            add_layer(begin, self._since)
+            end_layer(self._since)
+            self._since = begin_layer()
 
         def timed_pieces(graph: PieceGraph, *arguments: Any) -> Any:
-            self.pieces, self._since = self.pieces + self.on, state()
+            self.pieces, self._since = self.pieces + self.on, begin_layer()
             return replay_pieces(graph, *arguments)
 
         def timed_settle() -> None:
-            begin, waiting = now(), len(driver.deferred._steps)
+            if not (waiting := len(driver.deferred._steps)):
+                return
+            begin = now()
             settle()
-            if waiting and self.on:
-                self.deferred += [(now() - begin) / waiting] * waiting
+            seconds = now() - begin
+            launches.seconds += seconds  # no part of the layer that waits for it
+            if self.on:
+                self.deferred += [seconds / waiting] * waiting
 
         driver.deferred.settle = timed_settle  # type: ignore[method-assign]
 
-        def timed_report(launches: TokenLaunches) -> list[int]:
+        def timed_report(launches: TokenLaunches) -> TokenReport:
             report = read_report(launches)
             self._reported = now()
             return report
 
-        def timed_copy(*arguments: Any, **options: Any) -> None:
-            if self.on and self._reported:
-                self.to_copy.append(now() - self._reported)
-            self._reported = 0.0
-            copy(*arguments, **options)
+        def captured(copies: ListedCopies) -> None:
+            capture(copies)
+            start = copies.start
+
+            def timed_copies() -> None:
+                if self.on:
+                    self.to_copy.append(now() - self._reported)
+                start()
+
+            copies.start = timed_copies
 
         TokenLaunches.read_report = timed_report  # type: ignore[method-assign]
-        torch._foreach_copy_ = timed_copy
+        ListedCopies.capture = captured  # type: ignore[method-assign]
 
         def timed(*arguments: Any) -> Any:
             if active_graph() is not None:  # in the place of a launch
                 return inner(*arguments)
-            begin = state()
+            begin = begin_layer()
             result = inner(*arguments)
-            add_layer(begin, state())
+            end_layer(begin)
             return result
 
         def noted(graph_pass: GraphPass, *arguments: Any) -> Any:
@@ -276,7 +308,7 @@ class Clock:
         def remove() -> None:
             forward._forward, GraphPass._replay = inner, replay  # type: ignore[method-assign]
             TokenLaunches.read_report = read_report  # type: ignore[method-assign]
-            torch._foreach_copy_ = copy
+            ListedCopies.capture = capture  # type: ignore[method-assign]
             PieceGraph._serve_layer = serve_layer  # type: ignore[method-assign]
             PieceGraph.replay = replay_pieces  # type: ignore[method-assign]
             vars(decoder).pop("forward", None)
@@ -351,12 +383,8 @@ def main() -> None:
     )
     parser.add_argument("--kernels", action="store_true", help="no token is a graph")
     parser.add_argument("--co-compute", action="store_true", help="--co-compute auto")
-    parser.add_argument("--wall", action="store_true", help="time by a clock, not of one thread")
     parser.add_argument("--profile", action="store_true", help="also profiles of as many tokens")
     args = parser.parse_args()
-    if args.wall:
-        global now
-        now = time.perf_counter
     torch.set_num_threads(1)
     shape = replace(SHAPE, layers=args.layers)
     launches = Launches()

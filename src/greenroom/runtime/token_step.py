@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor
 
 from greenroom.core.predictor import LayerRouting
@@ -34,7 +33,7 @@ def token_step(
         make = partial(binding.token_launches.of_graph, top_k_index, top_k_weights)
         return graph.launch_experts(binding.layer, make, x, top_k_index, top_k_weights)
     driver = binding.driver
-    result = driver.device_steps.launch(partial(launches.start, x, top_k_index, top_k_weights))
+    result = driver.device_steps.launch(launches.start, x, top_k_index, top_k_weights)
     if serve_token(binding, launches, binding.overlapped_work):
         return launches.result()
     if driver.predictions.predicts:  # predictions must not be late
@@ -54,7 +53,7 @@ def serve_token(
     if driver.scheduler.resident_steps.path is None:  # else steps are served together
         deferred.settle()
     step = _LayerStep(binding, launches, overlapped_work)
-    if not step.missing:
+    if not step.report.misses:
         deferred.add(step)
         return False
     deferred.settle()
@@ -65,28 +64,23 @@ def serve_token(
 
 
 class _LayerStep:
-    """One layer's step of a token, which a device has computed from slots.
-
-    missing: ids within the layer of the experts that were in no slot
-    """
+    """One layer's step of a token, which a device has computed from slots."""
 
     __slots__ = (
         "_binding",
-        "_launches",
         "_overlapped_work",
-        "_report",
         "_share",
+        "launches",
         "layer",
-        "missing",
+        "report",
     )
 
     def __init__(
         self, binding: Binding, launches: Any, overlapped_work: Callable[[], object] | None
     ) -> None:
         """Wait for the report of the look-up."""
-        self._binding, self._launches, self._overlapped_work = binding, launches, overlapped_work
-        self.layer, self._report = binding.layer, launches.read_report()
-        self.missing: Sequence[int] = launches.missing(self._report)
+        self._binding, self.launches, self._overlapped_work = binding, launches, overlapped_work
+        self.layer, self.report = binding.layer, launches.read_report()
         self._share: Any = None  # of the host's processor
 
     @property
@@ -94,33 +88,27 @@ class _LayerStep:
         binding = self._binding
         return binding.kernel.host_job is None or binding.driver.deferred.without_host
 
-    def experts(self) -> list[int]:
-        experts: list[int] = self._launches.experts(self._report)
-        return experts
-
-    def compute_missing(self) -> None:
-        self._launches.compute_loaded()
-
     def send_inputs(self) -> None:
         binding = self._binding
-        self._share = binding.kernel.token_share(binding.experts, self._launches)
+        self._share = binding.kernel.token_share(binding.experts, self.launches)
 
     def compute_on_host(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         self._share.compute(experts, slots)
-        self._share.merge_into(self._launches, self._report)
+        self._share.merge_into(self.launches, self.report)
 
     def observe(self, inputs: bool) -> LayerRouting:
         binding = self._binding
         captured = binding.router_inputs(inputs) if binding.router_inputs else None
-        return LayerRouting(self.layer, self._launches.choice(self._report), inputs=captured)
+        return LayerRouting(self.layer, self.report.by_rank[None], inputs=captured)
 
     def note(self) -> None:
         if (observe := self._binding.on_routing) is not None:
-            observe(self.layer, self._launches.choice(self._report))
+            observe(self.layer, self.report.by_rank[None])
 
     def serve(self) -> None:
-        binding, launches, experts = self._binding, self._launches, self.experts()
-        driver, missing = binding.driver, {*self.missing}
+        binding, launches, missing = self._binding, self.launches, {*self.report.missing}
+        driver = binding.driver
+        experts = self.report.pieces - driver.pieces.offsets[self.layer]
 
         def prepare_host_job(experts: Any, slots: Any) -> Callable[[], None]:
             if self._share is None:
@@ -135,12 +123,12 @@ class _LayerStep:
 
         driver.step(
             self.layer,
-            np.array(experts, np.int64),
+            experts,
             compute_group,
             observe_routing=self.observe,
             overlapped_work=self._overlapped_work,
             prepare_host_job=None if self.device_only or not missing else prepare_host_job,
-            computed=[expert for expert in experts if expert not in missing] if missing else (),
+            computed=[e for e in experts.tolist() if e not in missing] if missing else (),
         )
         if self._share is not None:
-            self._share.merge_into(launches, self._report)
+            self._share.merge_into(launches, self.report)

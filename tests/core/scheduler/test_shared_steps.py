@@ -21,7 +21,6 @@ from greenroom.core.events import (
     Routed,
     StartChunk,
 )
-from greenroom.core.scheduler.resident_steps import Loads
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.policies import policy
@@ -112,7 +111,7 @@ def test_what_the_host_has_computed_comes_to_a_slot_while_later_steps_go_on():
     assert scheduler.residents().tolist() == [3, 4, 5, 6]
     misses = scheduler.resident_steps.load(Routed(8, 0, ids(0, 5)), 0.0)
     assert misses is not None
-    assert (misses.loads, misses.on_host) == (Loads([], [], []), [0])
+    assert (misses.loads.size, misses.on_host) == (0, [0])
     (chunk,) = scheduler.on(HostComputed(0, [0], 0.5))
     assert isinstance(chunk, StartChunk)
     assert (chunk.piece, chunk.link) == (0, 1)
@@ -173,7 +172,7 @@ def test_misses_are_shared_as_by_events(name, requests, capacity, host, speeds):
         else:
             chunks = [a for a in actions if isinstance(a, StartChunk)]
             expected = [(chunk.piece, chunk.slot, chunk.host_slot) for chunk in chunks]
-            assert [*zip(*misses.loads, strict=True)] == expected
+            assert [*map(tuple, misses.loads.numbers.T.tolist())] == expected
             on_host = [a for a in actions if isinstance(a, ComputeGroup) and a.device == HOST]
             assert [*misses.on_host] == [e for group in on_host for e in group.experts.tolist()]
             assert [*misses.host_slots] == [s for group in on_host for s in group.slots.tolist()]

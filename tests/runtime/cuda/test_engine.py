@@ -479,3 +479,45 @@ def test_a_gpu_s_address_is_as_linux_writes_it(monkeypatch):
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xA3, pci_device_id=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert pci_address(torch.device("cuda", 1)) == "0000:a3:01.0"
+
+
+class Driver:
+    """CUDA's driver, as far as an attribute of a device is asked."""
+
+    def __init__(self, value: int = 1, device_error: int = 0, attribute_error: int = 0) -> None:
+        self._value, self._errors = value, (device_error, attribute_error)
+        self.asked: list[tuple[int, int]] = []
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
+        device._obj.value = 40 + index
+        return self._errors[0]
+
+    def cuDeviceGetAttribute(self, answer: Any, attribute: int, device: Any) -> int:  # noqa: N802
+        self.asked.append((attribute, device.value))
+        answer._obj.value = self._value
+        return self._errors[1]
+
+
+@pytest.mark.parametrize(
+    ("driver", "expected"),
+    [
+        (Driver(), True),
+        (Driver(value=0), False),
+        (Driver(device_error=101), False),
+        (Driver(attribute_error=1), False),
+        (SimpleNamespace(), False),
+    ],
+)
+def test_kernels_read_host_memory_if_the_driver_says_so(monkeypatch, driver, expected):
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: driver)
+    assert module.reads_at_host_addresses(1) == expected
+    if expected:
+        assert driver.asked == [(91, 41)]
+
+
+def test_kernels_read_no_host_memory_without_a_driver(monkeypatch):
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(module.ctypes, "CDLL", missing)
+    assert not module.reads_at_host_addresses(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenroom.core.events import StartChunk
+from greenroom.core.events import Move, StartChunk
 from greenroom.core.layout import Copy
 from greenroom.core.scheduler.resident_steps import Loads
+from greenroom.runtime.cuda.copy_trial import TRIES, WARM_UP, CopyTrial
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.host_loads import HostLoads
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
+from greenroom.runtime.driver.slot_changes import SlotChanges
 from greenroom.runtime.slots.tier import ABSENT
 from greenroom.runtime.store.disk import DiskStore, Staging
 
@@ -29,7 +33,8 @@ class Device(Engine):
     times: of the events of `mark_time` that have passed, by their number
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kernels_read_host: bool) -> None:
+        self.kernels_read_host = kernels_read_host
         self.did: list[Any] = []
         self.times: dict[int, float] = {}
         self._marks = self._timed = 0
@@ -56,17 +61,37 @@ class Device(Engine):
         return self.times[end] - self.times[begin] if end in self.times else None
 
 
-class Rig:
-    """Host memory with some experts of a file, slots of a device, and their table."""
+class Copies:
+    """A list of copies, whose launch does what the kernel does."""
 
-    def __init__(self, catalog: Any, in_host: Sequence[int]) -> None:
-        self.engine = Device()
+    def __init__(self, engine: Device, size: int) -> None:
+        self._engine, self.numbers = engine, np.zeros(size, np.int64)
+
+    def start(self) -> None:
+        self._engine.did.append("copy")
+        for source, target, size in self.numbers[1:].reshape(-1, 3)[: self.numbers[0]].tolist():
+            ctypes.memmove(target, source, 8 * size)
+
+
+class Rig:
+    """Host memory with some experts of a file, slots of a device, and their table.
+
+    It is also what launches copies and computation.
+    """
+
+    def __init__(self, catalog: Any, in_host: Sequence[int], by_kernel: bool) -> None:
+        self.engine = Device(by_kernel)
         self.store = DiskStore(catalog, chunk_bytes=CHUNK_BYTES)
         self.chunks = [self.store.chunks(e) for e in range(catalog.experts)]
         self.memory = HostMemory(self.engine, self.chunks, 2, len(in_host))
+        self.memory.pin()
         self.slots = DeviceSlots(self.engine, SLOTS, catalog.slot_bytes, SLOTS)
         self.table = SlotTable(self.engine, self.slots, [len(each) for each in self.chunks])
         self.loads = HostLoads(self.store.chunks, self.slots, self.memory, self.table)
+        self.loads._trial._kernel_is_best = True  # where a kernel can copy
+        listed = 1 + 3 * SLOTS * self.table.listed_copies
+        self.copies = Copies(self.engine, listed) if listed > 1 else None
+        self.on_device = contextlib.nullcontext()
         for slot, expert in enumerate(in_host):
             self.read(expert, slot)
         self.engine.did.clear()
@@ -78,10 +103,12 @@ class Rig:
             self.memory.read_chunk(action, chunk, self.store.read, Staging())
 
     def launch(self, *loads: tuple[int, int, int]) -> None:
-        pieces, slots, host_slots = zip(*loads, strict=True)
-        self.loads.launch(1, Loads(pieces, slots, host_slots), self.compute)
+        self.loads.launch(1, Loads(np.array(loads, np.int64).reshape(-1, 3).T.copy()), self)
 
-    def compute(self) -> None:
+    def follow_stream(self) -> None:
+        self.table.follow_stream()
+
+    def compute_loaded(self) -> None:
         self.engine.did.append("compute")
         self.table.write_changes()  # as the look-up does
 
@@ -97,9 +124,10 @@ class Rig:
         return sum(chunk.length for chunk in self.chunks[expert])
 
 
-@pytest.fixture
-def rig(disk: Any) -> Iterator[Rig]:
-    rig = Rig(disk(2, 4, 3072), [5, 2, 7])
+@pytest.fixture(params=["kernel", "copies"])
+def rig(disk: Any, request: Any) -> Iterator[Rig]:
+    rig = Rig(disk(2, 4, 3072), [5, 2, 7], request.param == "kernel")
+    assert (rig.copies is not None) == (request.param == "kernel")
     yield rig
     rig.store.close()
     rig.memory.close()
@@ -107,41 +135,73 @@ def rig(disk: Any) -> Iterator[Rig]:
 
 def test_copies_and_computation_are_launched_in_order(rig):
     rig.launch((2, 0, 1), (5, 2, 0))
-    # Behind the copies: a mark for other threads that write to these slots, and a time.
-    assert rig.engine.did == ["time", "mark", "time", "compute"]
+    assert [each for each in rig.engine.did if each != "copy"] == ["time", "time", "compute"]
+    assert rig.engine.did.index("time") < rig.engine.did.index("compute")
+    if rig.copies is not None:
+        assert rig.engine.did == ["time", "copy", "time", "compute"]
     assert rig.content(0) == [2, 2.5]
     assert rig.content(2) == [5, 5.5]
     assert rig.expert_in(0) == [2]
     assert rig.expert_in(2) == [5]
-    assert rig.slots._marks[0] == rig.slots._marks[2] == rig.slots.last_mark
     rig.launch((7, 2, 2))
     assert rig.content(2) == [7, 7.5]
     assert rig.expert_in(2) == [7]
     assert rig.table.slot_of(5) == -1
 
 
+def test_a_step_without_loads_is_computed(rig):
+    rig.launch()
+    assert rig.engine.did == ["compute"]
+
+
 def test_the_table_has_an_expert_when_its_copies_were_launched(rig, monkeypatch):
     rig.launch((2, 0, 1))
     seen = []
 
-    def copy(loads: Loads) -> int:
+    def compute() -> None:
         seen.append((dict(rig.table.changes), rig.table.slot_of(2), rig.table.slot_of(5)))
-        return 0
 
-    monkeypatch.setattr(rig.loads, "_copy", copy)
+    there = (rig.slots.address(0) - rig.slots.address(0)) // 64
+    monkeypatch.setattr(rig, "compute_loaded", compute)
     rig.launch((5, 0, 0))
-    assert seen == [({2: ABSENT}, -1, -1)]
-    assert rig.expert_in(0) == [5]
+    assert seen == [({2: ABSENT, 5: there}, -1, 0)]
+
+
+def test_a_slot_that_awaits_a_chunk_awaits_none_after_a_load(rig):
+    """The transfer was given up, and the slot went to another expert."""
+    rig.table.begin(6, 0)
+    rig.launch((2, 0, 1))
+    assert rig.table._awaited == {}
+    assert rig.expert_in(0) == [2]
+
+
+def test_a_write_to_a_slot_waits_for_copies_to_it(rig):
+    rig.launch((2, 0, 1))
+    rig.engine.did.clear()
+    rig.table.begin(7, 0)  # as of each first chunk of a transfer
+    assert rig.engine.did == ["mark"]
+    assert rig.slots._marks[0] == rig.slots.last_mark
+
+
+def test_a_move_waits_for_copies_to_its_source(rig):
+    rig.launch((2, 0, 1))
+    rig.engine.did.clear()
+    pieces: Any = None
+    SlotChanges(rig.slots, pieces, rig.table).move(Move(2, 0, 1))
+    waits = [each for each in rig.engine.did if each != "mark"]
+    assert waits[:2] == ["wait for mark 3", "copy after mark 2"]  # the latest one
+    assert rig.content(1) == [2, 2.5]
+    assert rig.expert_in(1) == [2]
 
 
 def test_a_read_into_host_memory_waits_for_copies_from_there(rig):
     rig.launch((2, 0, 1))
-    mark = rig.slots.last_mark
+    end = 1  # the time behind the copies
     rig.engine.did.clear()
     rig.read(6, 1)
-    assert rig.engine.did == [f"wait for {mark}"]  # once
+    assert rig.engine.did == [f"wait for {end}"]  # once
     rig.read(5, 0)
-    assert rig.engine.did == [f"wait for {mark}"]
+    assert rig.engine.did == [f"wait for {end}"]
     rig.launch((6, 1, 1))
     assert rig.content(1) == [6, 6.5]
 
@@ -184,25 +244,28 @@ def test_bytes_that_were_read_again_elsewhere_are_found(rig):
 
 def test_neighbours_are_one_copy_and_others_are_written_as_slots_do(rig, monkeypatch):
     rig.launch((2, 0, 1))
-    (plan,) = rig.memory.plans.values()
+    plan = rig.memory.plans.get(1)
     assert plan.bounds == ((0, 8192), (8192, 16384), (16384, 24576))
     assert plan.nbytes == 24576
 
     def nowhere(self: Any, writes: Any) -> None:
         return None
 
-    rig.memory.plans.clear()
+    rig.memory.plans.forget(1)
     monkeypatch.setattr(DeviceSlots, "plain_ranges", nowhere)
+    rig.engine.did.clear()
     rig.launch((2, 1, 1))
+    assert "copy" not in rig.engine.did
     assert rig.content(1) == [2, 2.5]
+    assert rig.expert_in(1) == [2]
 
 
 def test_views_of_a_slot_are_kept_until_slots_change(rig):
     rig.launch((2, 0, 1))
     rig.launch((5, 1, 0), (7, 2, 2))
-    bounds = {id(plan.bounds) for plan in rig.memory.plans.values()}
-    assert len(bounds) == 1  # of equal experts
-    (plan, *_) = rig.memory.plans.values()
+    plans = [rig.memory.plans.get(slot) for slot in range(3)]
+    assert len({id(plan.bounds) for plan in plans}) == 1  # of equal experts
+    plan = plans[0]
     views = rig.slots.parts(0, plan.bounds)
     assert rig.slots.parts(0, plan.bounds) is views
     assert [view.numel() for view in rig.slots.parts(0, ((0, 5), (7, 9)))] == [5, 2]
@@ -244,14 +307,54 @@ def test_an_interrupt_leaves_slots_that_others_can_write(rig, monkeypatch, at):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.loads if at == "copies" else rig, {"copies": "_copy"}.get(at, "compute"),
-                      interrupt)  # fmt: skip
+        if at == "computation":
+            patch.setattr(rig, "compute_loaded", interrupt)
+        elif rig.copies is None:
+            patch.setattr(rig.loads, "_copy_each", interrupt)
+        else:
+            patch.setattr(rig.copies, "start", interrupt)
         with pytest.raises(KeyboardInterrupt):
             rig.launch((5, 0, 0))
-    assert "mark" in rig.engine.did
-    assert rig.slots._marks[0] == rig.slots.last_mark
+    assert ("mark" in rig.engine.did) == (at == "copies")  # some may be on their way
+    assert (rig.slots._marks[0] == "mark 2") == (at == "copies")
+    rig.engine.did.clear()
+    rig.read(3, 0)
+    assert rig.engine.did == ["wait for mark 2" if at == "copies" else "wait for 3"]
     rig.table.write_changes()
     assert rig.expert_in(0) == ([] if at == "copies" else [5])  # never 2, whose bytes are gone
     rig.launch((7, 0, 2))
     assert rig.content(0) == [7, 7.5]
     assert rig.expert_in(0) == [7]
+
+
+def test_changes_that_an_interrupt_has_left_are_written_before_copies(rig):
+    """Else a list of changes could have an expert twice."""
+    rig.launch((2, 0, 1))
+    rig.table.insert([4], [1])
+    rig.launch((5, 0, 0))
+    assert rig.expert_in(1) == [4]
+    assert rig.expert_in(0) == [5]
+
+
+def test_the_faster_way_to_copy_is_kept(rig):
+    """Both are tried in turn; without a kernel there is nothing to try."""
+    rig.loads._trial = CopyTrial()
+    steps = 2 * (WARM_UP + TRIES)
+    rig.engine.times = {n: n // 2 * 9.0 + n % 2 for n in range(2 * steps)}  # a second each
+    for step in range(steps):
+        rig.engine.times[2 * step + 1] += step % 2 == 0  # a kernel is slower
+        rig.launch((2, 0, 1))
+    assert rig.engine.did.count("copy") == (steps // 2 if rig.copies is not None else 0)
+    assert [*rig.loads.take_ended()]
+    rig.engine.did.clear()
+    rig.launch((2, 0, 1))
+    assert "copy" not in rig.engine.did
+
+
+def test_memory_that_is_not_registered_is_read_by_no_kernel(rig):
+    assert rig.memory.kernels_can_read == rig.engine.kernels_read_host
+    rig.memory._registration.nbytes -= 4096  # the last piece was refused, or `pin` not called
+    assert not rig.memory.kernels_can_read
+    rig.launch((2, 0, 1))
+    assert "copy" not in rig.engine.did
+    assert rig.content(0) == [2, 2.5]

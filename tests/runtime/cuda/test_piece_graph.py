@@ -76,10 +76,10 @@ class Rig:
         parts = self.engine, LAYERS, LAYERS, 2, 8, torch.zeros(1, 1, 4), None
         self.graph = PieceGraph(*parts, launch=self.launch, serve=self.serve)
 
-    def launch(self, start: Callable[[], Tensor]) -> Tensor:
+    def launch(self, start: Callable[..., Tensor], *arguments: Any) -> Tensor:
         assert not self.launching
         self.launching = True
-        result = start()
+        result = start(*arguments)
         self.launching = False
         return result
 

@@ -8,10 +8,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.cuda.slot_table import SlotTable
+from greenroom.runtime.cuda.slot_table import Entries, SlotTable, hand_over, insert, vacate
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.slots.tier import ABSENT
 
@@ -128,12 +129,12 @@ def interrupt(function: Any, line: int) -> Iterator[None]:
         sys.settrace(before)
 
 
-@pytest.mark.parametrize("line", range(9))
+@pytest.mark.parametrize("line", range(3))
 def test_an_interrupt_leaves_no_entry_of_a_slot_with_other_bytes(table, slots, line):
     table.begin(0, 3)
     table.land(0, 3)
     with (
-        pytest.raises(KeyboardInterrupt) if line < 8 else contextlib.nullcontext(),
+        pytest.raises(KeyboardInterrupt) if line < 2 else contextlib.nullcontext(),
         interrupt(SlotTable.vacate, line),
     ):
         table.vacate([3])
@@ -150,7 +151,7 @@ def test_changes_wait_for_a_look_up_or_are_written(table, slots):
     with table.lock:
         table.vacate([3, 2])
         assert table.changes == {0: ABSENT}
-        table.insert(2, 3)
+        table.insert([2], [3])
         there = (slots.address(3) - slots.address(0)) // 64
         assert table.changes == {0: ABSENT, 2: there}
         assert table.slot_of(0) == -1
@@ -207,3 +208,31 @@ def test_slots_are_freed_behind_all_launches(table, slots):
     table.stream = "launches"
     table.close()
     assert slots.last_mark == "mark on launches"
+
+
+def entries_of(*changes: tuple[int, int]) -> Entries:
+    rest = [(0, 0)] * (6 - len(changes))
+    return Entries(
+        np.full(6, -1), np.full(4, -1), np.array([*changes, *rest]), np.array([len(changes)])
+    )
+
+
+def test_an_expert_s_newest_offset_is_handed_over_once():
+    """Lanes of a kernel write the changes in any order."""
+    entries, addresses = entries_of(), np.array([640, 0, 64, 128])
+    insert(entries, np.array([5, 2]), np.array([1, 3]), addresses)
+    vacate(entries, np.array([3]))
+    insert(entries, np.array([2]), np.array([2]), addresses)
+    numbers = np.full(8, 99)
+    assert hand_over(entries, numbers, 6) == 4
+    assert numbers.tolist() == [5, -10, 2, -9, -1, 99, 99, 99]
+    assert entries.slot_of.tolist() == [-1, -1, 2, -1, -1, 1]
+    assert entries.expert_in.tolist() == [-1, 5, 2, -1]
+
+
+def test_changes_without_room_are_not_handed_over():
+    numbers = np.full(4, 99)
+    assert hand_over(entries_of((0, 1), (1, 2), (2, 3)), numbers, 4) == -1
+    assert numbers.tolist() == [99] * 4
+    assert hand_over(entries_of((0, 1), (1, 2)), numbers, 0) == 4
+    assert numbers.tolist() == [0, 1, 1, 2]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from greenroom.core.events import Event, HostComputed, Routed
 from greenroom.core.scheduler.resident_steps import Loads, Misses
 from greenroom.errors import StoreError
 from greenroom.runtime.driver.device_steps import DeferredSteps, DeviceSteps
+from greenroom.runtime.kernels.report import TokenReport
 
 
 @pytest.mark.parametrize("together", [0, 1, 2])
@@ -43,13 +45,22 @@ def test_observers_hear_of_steps_before_one_that_fails(together: int) -> None:
     assert noted == [0, 1]
 
 
+def loads_of(*pieces: int) -> Loads:
+    """Experts that move to slots, which nobody reads here."""
+    return Loads(np.array([pieces, pieces, pieces], np.int64))
+
+
 class Rig:
     """A driver whose scheduler serves one step as `misses` says; layer 1 begins at expert 4."""
+
+    copies = None
 
     def __init__(self, misses: Misses | None, missing: Sequence[int]) -> None:
         self.did, self.undone, self.handled = list[Any](), list[Any](), list[Event]()
         self.reached = list[tuple[int, int]]()
-        self.layer, self.missing, self.device_only = 1, missing, False
+        self.layer, self.device_only, self.launches = 1, False, self
+        numbers = np.array([[0] * 3, [0, 2, 3], [*missing, *[0] * 3][:3]])
+        self.report = TokenReport(np.array([4, 6, 7]), len(missing), numbers)
         residents = SimpleNamespace(
             load=lambda event, now: self.served(event, misses),
             undo=lambda misses, event: self.undone.append(misses),
@@ -83,18 +94,13 @@ class Rig:
         assert self.reached == [(0, 1)]  # a prediction for the layer is overtaken from here on
         return misses
 
-    def launch(self, layer: int, loads: Loads, compute: Callable[[], object]) -> None:
+    def launch(self, layer: int, loads: Loads, launches: Any) -> None:
         self.did.append(loads.pieces)
-        compute()
-
-    def experts(self) -> list[int]:
-        return [0, 2, 3]
+        assert launches is self.launches
+        self.did.append("compute")
 
     def send_inputs(self) -> None:
         self.did.append("inputs")
-
-    def compute_missing(self) -> None:
-        self.did.append("compute")
 
     def compute_on_host(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         self.did.append((experts, slots))
@@ -118,7 +124,7 @@ class Rig:
 )
 def test_a_device_computes_what_is_missing_and_not_the_host_s(loaded, on_host, missing, expected):
     """Inputs go to the host before experts come to the device."""
-    loads = Loads(loaded, [0] * len(loaded), [0] * len(loaded))
+    loads = loads_of(*loaded)
     rig = Rig(Misses(loads, on_host, [8, 9][: len(on_host)]), missing)
     assert rig.steps.load(rig)
     assert rig.did == [*expected, "observe"]
@@ -130,14 +136,14 @@ def test_a_device_computes_what_is_missing_and_not_the_host_s(loaded, on_host, m
 
 
 def test_experts_of_later_layers_are_predicted_before_the_host_computes() -> None:
-    rig = Rig(Misses(Loads([], [], []), [6], [8]), [2])
+    rig = Rig(Misses(loads_of(), [6], [8]), [2])
     rig.driver.predictions.predicts = True
     assert rig.steps.load(rig)
     assert rig.did == ["inputs", "observe", ([2], [8])]
 
 
 def test_an_error_on_the_host_ends_its_part_of_the_step() -> None:
-    rig = Rig(Misses(Loads([], [], []), [6], [8]), [2])
+    rig = Rig(Misses(loads_of(), [6], [8]), [2])
     rig.compute_on_host = lambda *_: 1 / 0  # type: ignore[assignment]
     with pytest.raises(ZeroDivisionError):
         rig.steps.load(rig)
@@ -146,13 +152,14 @@ def test_an_error_on_the_host_ends_its_part_of_the_step() -> None:
 
 
 def test_an_error_before_the_host_computes_takes_the_step_back() -> None:
-    misses = Misses(Loads([], [], []), [6], [8])
+    misses = Misses(loads_of(), [6], [8])
     rig = Rig(misses, [2])
     rig.send_inputs = lambda: 1 / 0  # type: ignore[assignment]
     with pytest.raises(ZeroDivisionError):
         rig.steps.load(rig)
     assert rig.handled == []
-    assert rig.undone == [misses]
+    assert len(rig.undone) == 1
+    assert rig.undone[0] is misses
 
 
 def test_a_step_that_needs_events_is_not_begun() -> None:

@@ -157,7 +157,8 @@ def load(
     state: CacheState,
     policy_state: Any,
     pieces: Ids,
-    steps: Ints,
+    step: Any,
+    row: Ints,
     no_rows: Rows,
     no_weights: Weights,
     flags: Flags,
@@ -166,8 +167,10 @@ def load(
     moved: int,
     out: Ints,
 ) -> int:
-    """Serve steps like `serve`, if the last one's missing experts are in host memory.
+    """Serve a step like `serve`, if its missing experts are in host memory.
 
+    step:         8 numbers, those of a row of `steps`
+    row:          [1, 8], whose values change
     flags:        [n or more], whose values change
     host_slot_of: for each piece its slot in host memory, or -1
     memory_slots: for each cache slot its slot in memory
@@ -179,14 +182,12 @@ def load(
     misses, or STUCK. It returns ELSEWHERE, and nothing changes, if one is not in host memory or the
     step is larger than its slot group.
     """
-    count = steps[-1, 7]
-    begin = pieces.size - count
-    group = state.group_of[pieces[begin]]
+    count, group = pieces.size, state.group_of[pieces[0]]
     if count > state.first[group + 1] - state.first[group]:
         return ELSEWHERE
     missing = 0
     for i in range(count):
-        piece = pieces[begin + i]
+        piece = pieces[i]
         if state.slot_of[piece] < 0:
             if host_slot_of[piece] < 0:
                 return ELSEWHERE
@@ -195,15 +196,17 @@ def load(
             missing += 1
         elif moved >= 0:
             flags[i] = False
+    for field in range(8):
+        row[0, field] = step[field]
     misses: int = serve(
-        state, policy_state, pieces, no_rows, no_weights, steps, True, -1,
+        state, policy_state, pieces, no_rows, no_weights, row, True, -1,
         flags[:count] if moved >= 0 else flags[:0], out,
     )  # fmt: skip
     if misses == STUCK:
         return STUCK
     missing = 0
     for i in range(count):
-        piece = pieces[begin + i]
+        piece = pieces[i]
         state.pinned[piece] -= 1
         if out[1, i] == 0:
             slot = memory_slots[out[0, i]] if out[0, i] >= 0 else BYPASS

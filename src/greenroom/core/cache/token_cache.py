@@ -23,7 +23,6 @@ class TokenCache(Cache):
         super().__init__(*arguments, **options)
         self._loaded, self._row = np.empty((3, 64), np.int64), np.zeros((1, 8), np.int64)
         self._flags = np.empty(64, np.bool_)
-        self._each_field = memoryview(self._row.reshape(-1))  # type: ignore[arg-type]
 
     def serve_hits(
         self,
@@ -66,7 +65,7 @@ class TokenCache(Cache):
         host_slot_of: Ints,
         memory_slots: Ints,
         moved: int = -1,
-    ) -> list[list[int]] | None:
+    ) -> Ints | None:
         """Serve a decode step on one device, whose missing pieces are in host memory.
 
         layer, token, request: those of the step
@@ -74,34 +73,23 @@ class TokenCache(Cache):
         memory_slots: for each cache slot its slot in memory
         moved: how many missing pieces get slots, the first ones; -1: all
 
-        Returns (missing pieces, their slots in memory, their slots in host memory). Returns None,
-        and nothing changes, if a piece is in neither memory, or the step is larger than its slot
-        group."""
-        if self._unpinned.size:
-            self.pin_hits()
-        (last, index), size = self._last_seen[0], pieces.size
+        Returns the missing pieces, their slots in memory and those in host memory: [3, misses].
+        Returns None, and nothing changes, if a piece is in neither memory, or the step is larger
+        than its slot group."""
+        if self._unpinned.size or self._unreported[0]:
+            self.report_hits()
+        (last, index), size, out = self._last_seen[0], pieces.size, self._loaded
         at = token * self._layers + layer, token, request, layer, 0
-        row = *at, index, request != last, size
-        log, out = self._unreported[0], self._loaded
         if size > out.shape[1]:
             out = self._loaded = np.empty((3, 2 * size), np.int64)
             self._flags = np.empty(2 * size, np.bool_)
-        if log:
-            before, rows = zip(*log, strict=True)
-            steps, pieces = np.array((*rows, row)), np.concatenate((*before, pieces))
-        else:
-            steps = self._row
-            for field, value in enumerate(row):  # NumPy takes longer
-                self._each_field[field] = value
         misses = self._bound.load(
-            self.state, self._policy_states[0], pieces, steps, NO_ROWS, NO_WEIGHTS, self._flags,
-            host_slot_of, memory_slots, moved, out,
+            self.state, self._policy_states[0], pieces, (*at, index, int(request != last), size),
+            self._row, NO_ROWS, NO_WEIGHTS, self._flags, host_slot_of, memory_slots, moved, out,
         )  # fmt: skip
         if misses == serving.ELSEWHERE:
             return None
         if misses < 0:
             raise RuntimeError("no expert can be evicted: all are pinned")
-        log.clear()
         self.now, self._last_seen[0] = at, (request, index + size)
-        missing: list[list[int]] = out[:, :misses].tolist()
-        return missing
+        return out[:, :misses].copy()

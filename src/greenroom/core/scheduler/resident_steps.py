@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from greenroom.core.cache.all_resident import AllResident
 from greenroom.core.cache.cache import NO_PIECES
 from greenroom.core.cache.placement import Placement
@@ -17,16 +19,36 @@ from greenroom.core.transfers.transfers import Transfers
 
 
 class Loads(NamedTuple):
-    """A step's experts that move from host memory to slots: a number for each.
+    """A step's experts that move from host memory to slots.
 
-    pieces:     their ids in the model
-    slots:      the slots that they get
-    host_slots: their slots in host memory
+    numbers: [3, n]; of each expert its id in the model, the slot that it gets, its slot in host
+             memory
     """
 
-    pieces: Sequence[int]
-    slots: Sequence[int]
-    host_slots: Sequence[int]
+    numbers: Ints
+
+    @property
+    def size(self) -> int:
+        """The number of experts that move."""
+        return int(self.numbers.shape[1])
+
+    @property
+    def pieces(self) -> list[int]:
+        """Return their ids in the model."""
+        pieces: list[int] = self.numbers[0].tolist()
+        return pieces
+
+    @property
+    def slots(self) -> list[int]:
+        """Return the slots that they get."""
+        slots: list[int] = self.numbers[1].tolist()
+        return slots
+
+    @property
+    def host_slots(self) -> list[int]:
+        """Return their slots in host memory."""
+        slots: list[int] = self.numbers[2].tolist()
+        return slots
 
 
 class Misses(NamedTuple):
@@ -201,32 +223,30 @@ class ResidentSteps:
         )  # fmt: skip
         if served is None:
             return None
-        counts, requests = self._counts, event.experts.size
+        counts, requests, misses = self._counts, event.experts.size, served.shape[1]
         counts.steps += 1
         counts.requests += requests
-        counts.hits += requests - len(served[0])
-        if 0 <= moved < len(served[0]):
+        counts.hits += requests - misses
+        if 0 <= moved < misses:
             return self._divide(served, moved, host, event)
         host.use(served[0], event)
-        return Misses(Loads(*served))
+        return Misses(Loads(served))
 
     def _moved(self, missing: Sequence[int], experts: int) -> int:
         """Return how many missing experts of a step are moved, and not computed by the host."""
         assert self._share is not None
         return len(missing) - self._share(missing, experts - len(missing))
 
-    def _divide(
-        self, served: Sequence[list[int]], moved: int, host: HostTier, event: Routed
-    ) -> Misses:
+    def _divide(self, served: Ints, moved: int, host: HostTier, event: Routed) -> Misses:
         """Leave all missing experts but the first ones to the host."""
-        on_host, host_slots = served[0][moved:], served[2][moved:]
+        on_host, _, host_slots = served[:, moved:].tolist()
         self.on_host = on_host
         host.routed(event)
         for piece in on_host:
             host.request(piece)
         self._counts.on_host += len(on_host)
-        loads = Loads(*(each[:moved] for each in served))
-        host.use(loads.pieces, event)
+        loads = Loads(np.ascontiguousarray(served[:, :moved]))
+        host.use(loads.numbers[0], event)
         return Misses(loads, on_host, host_slots)
 
     def undo(self, misses: Misses, event: Routed) -> None:

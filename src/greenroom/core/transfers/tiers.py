@@ -63,9 +63,9 @@ class HostCache:
         """Tell whether a piece has a slot."""
         return bool(self.slot_of[piece] >= 0)
 
-    def use(self, pieces: Sequence[int], clock: int, request: int) -> None:
+    def use(self, pieces: Ints, clock: int, request: int) -> None:
         """Report requests of pieces that are complete, and in use for no time."""
-        for piece in pieces:
+        for piece in pieces.tolist():
             self.request(piece, clock, request, False)
             self.release(piece, True, clock)
 
@@ -140,7 +140,7 @@ class CompleteHostCache:
         """Record the end of a piece's transfer; remove it unless its bytes are complete."""
         self._each_slot[piece] = self._slots[piece] if complete else -1
 
-    def use(self, pieces: Sequence[int], clock: int, request: int) -> None:
+    def use(self, pieces: Ints, clock: int, request: int) -> None:
         """Report requests of pieces that are complete: no policy counts them."""
 
 
@@ -220,11 +220,11 @@ class HostTier:
         """The slot of each expert in host memory, or -1; complete if no transfer is under way."""
         return self.caches[0].slot_of
 
-    def use(self, experts: Sequence[int], event: Routed) -> None:
+    def use(self, experts: Ints, event: Routed) -> None:
         """Count requests of experts in host memory, which a step loads at once."""
         self.routed(event)
-        self.requests += len(experts)
-        self.hits += len(experts)
+        self.requests += experts.size
+        self.hits += experts.size
         self.caches[0].use(experts, self._clock, self._request)
 
     def has(self, piece: int) -> bool:

@@ -286,7 +286,7 @@ class GraphPass:
                 results.append(compute(decode))
                 continue
             # Under the lock of steps: another thread's `close` must not free slots meanwhile.
-            results.append(self._driver.device_steps.launch(partial(compute, decode)))
+            results.append(self._driver.device_steps.launch(compute, decode))
             if not graph.read_reports():
                 return False
         if not all(torch.equal(each, hidden) for each in results):

@@ -20,6 +20,7 @@ from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.multi_device import copy_module
 from greenroom.runtime.kernels.base import Kernel, KernelStep
 from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.report import TokenReport
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.tier import Slots
 
@@ -104,7 +105,7 @@ class TokenShare:
         self._outputs.append(step.outputs_of(experts))
         self._experts += experts
 
-    def merge_into(self, launches: Any, report: list[int]) -> None:
+    def merge_into(self, launches: Any, report: TokenReport) -> None:
         """Merge the outputs into a token's sum, which was launched without them."""
         if self._experts:
             one, *more = self._outputs

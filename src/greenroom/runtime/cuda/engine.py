@@ -8,6 +8,7 @@ DeviceError.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import re
 import threading
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 Mark = Any  # an event in a stream; None is one that has passed
 _FOR_ALL = 1  # cudaHostRegisterPortable: registered for every device
+_SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 
 class Engine:
@@ -40,6 +42,7 @@ class Engine:
     name = "the host"  # for people
     node: int | None = None  # NUMA node, if known
     makes_graphs = False  # `capture` makes one launch of several, unless it fails
+    kernels_read_host = True  # at the host's addresses, if `register` was called for the memory
 
     def empty(self, nbytes: int) -> Tensor:
         """Allocate uninitialised device memory: [nbytes] uint8.
@@ -160,6 +163,7 @@ class Cuda(GraphCaptures, Engine):
             torch.cuda.init()
             self.name = torch.cuda.get_device_name(self.device)
         self.node = node_of(pci_address(self.device))
+        self.kernels_read_host = reads_at_host_addresses(index)
         self._streams = threading.local()
 
     def empty(self, nbytes: int) -> Tensor:
@@ -276,6 +280,21 @@ def pci_address(device: torch.device) -> str:
     """Return a GPU's PCI address in Linux's form, as `0000:3b:00.0`."""
     gpu: Any = torch.cuda.get_device_properties(device)
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+
+
+def reads_at_host_addresses(index: int) -> bool:
+    """Ask the driver whether a GPU's kernels find registered host memory at the host's addresses.
+
+    If not, an access would end the process's use of the GPU, so a doubt is a no.
+    """
+    device, answer = ctypes.c_int(), ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        failed = driver.cuDeviceGet(ctypes.byref(device), index)
+        failed |= driver.cuDeviceGetAttribute(ctypes.byref(answer), _SAME_ADDRESS, device)
+    except (OSError, AttributeError):
+        return False
+    return failed == 0 and answer.value == 1
 
 
 def first_line(error: BaseException) -> str:

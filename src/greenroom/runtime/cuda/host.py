@@ -17,7 +17,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +25,7 @@ from greenroom.config import show_bytes
 from greenroom.core.events import StartChunk
 from greenroom.core.layout import Copy
 from greenroom.errors import DeviceError
+from greenroom.runtime.cuda.copy_plans import CopyPlans
 from greenroom.runtime.cuda.engine import Engine, Mark
 from greenroom.runtime.cuda.registration import PIECE, Registration, pieces_of_memory
 from greenroom.runtime.memory import numa
@@ -105,7 +105,10 @@ class HostMemory:
             self.slots = HostSlots(capacity, stride, memory=memory)
         self._at: dict[tuple[int, int, int], np.ndarray] = {}  # a chunk's bytes, by `_key`
         self._launched: dict[int, Mark] = {}  # by slot: behind copies that still read it
-        self.plans: dict[int, Any] = {}
+        self.plans = CopyPlans(
+            self.capacity,
+            max(sum(len(chunk.extent.copies) for chunk in each) for each in chunks),
+        )
         address = self._bytes.ctypes.data
         each = [self.slot_bytes] * len(nodes) if groups is None else [size for _, size in sizes]
         parts = [(n * nbytes, node) for (n, node), nbytes in zip(nodes, each, strict=False)]
@@ -150,7 +153,8 @@ class HostMemory:
         `staging` is the read buffer of the calling thread. `read` may return memory of its own; the
         bytes are then copied.
         """
-        self.plans.pop(action.host_slot, None)
+        if action.host_slot >= 0:
+            self.plans.forget(action.host_slot)
         if (mark := self._launched.get(action.host_slot)) is not None:
             self.engine.wait(mark)  # another lane, with another chunk of the slot, waits too
             self._launched.pop(action.host_slot, None)
@@ -186,7 +190,12 @@ class HostMemory:
 
     def mark_read(self, host_slots: Sequence[int], mark: Mark) -> None:
         """Have later reads into slots wait for copies that were launched from there."""
-        self._launched |= dict.fromkeys(host_slots, mark)
+        self._launched.update(dict.fromkeys(host_slots, mark))
+
+    @property
+    def kernels_can_read(self) -> bool:
+        """Tell whether kernels on the device can read all of the memory: `pin` registered it."""
+        return self.engine.kernels_read_host and self._registration.nbytes >= self.nbytes
 
     @staticmethod
     def _key(action: StartChunk) -> tuple[int, int, int]:

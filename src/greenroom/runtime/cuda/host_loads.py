@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from greenroom.core.layout import Copy
+from greenroom.core.pieces import Ints
 from greenroom.core.scheduler.resident_steps import Loads
+from greenroom.runtime.cuda.copy_plans import UNPLANNED, Plan
+from greenroom.runtime.cuda.copy_trial import CopyTrial
 from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
@@ -27,32 +29,47 @@ from greenroom.runtime.store.disk import Chunk
 class Copies(NamedTuple):
     """The copies of one step that were launched, between two events.
 
-    layer:   the step's layer
-    experts: how many were copied
-    nbytes:  their bytes, counted as on disk
+    layer:     the step's layer
+    experts:   how many were copied
+    nbytes:    their bytes, counted as on disk
+    by_kernel: a kernel copies them
     """
 
     layer: int
     experts: int
     nbytes: int
+    by_kernel: bool
     begin: Any
     end: Any
 
 
-class Plan(NamedTuple):
-    """The copies that move an expert from a slot in host memory to any slot.
+class CopyList(Protocol):
+    """A list of copies in host memory, for one launch.
 
-    It is made once: to make views of bytes takes longer than to launch the copies.
-
-    chunks:  the arguments of `DeviceSlots.launch_write`
-    sources: the bytes in host memory, if all copies move bytes as they are
-    bounds:  their first bytes and ends in the slot; equal ones are the same object
+    numbers: see `CopyPlans.load`
     """
 
-    nbytes: int
-    chunks: Sequence[tuple[tuple[Copy, ...], np.ndarray, int]]
-    sources: Sequence[Tensor] | None
-    bounds: tuple[tuple[int, int], ...] = ()
+    numbers: Ints
+
+    def start(self) -> None:
+        """Launch the copies."""
+
+
+class LoadedLayer(Protocol):
+    """Launches for the experts that a token misses in a layer.
+
+    copies:    a list in host memory for a kernel that copies; None: there is no such kernel
+    on_device: a context in which launches go to the device of the slots
+    """
+
+    copies: CopyList | None
+    on_device: AbstractContextManager[Any]
+
+    def follow_stream(self) -> None:
+        """Put changes of slots, and what is launched next, on the calling thread's stream."""
+
+    def compute_loaded(self) -> None:
+        """Launch the computation of the experts that were missing."""
 
 
 class HostLoads:
@@ -71,49 +88,79 @@ class HostLoads:
         """Connect the memories; `chunks_of(expert)` returns an expert's chunks."""
         self._chunks_of, self._slots, self._host_memory = chunks_of, slots, host_memory
         self._table, self._engine = table, table.engine
+        if host_memory.kernels_can_read:
+            table.listed_copies = host_memory.plans.most
+        self._trial = CopyTrial()
         self._launched = deque[Copies]()  # whose times are not counted yet
         self._bounds: dict[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]] = {}
 
-    def launch(self, layer: int, loads: Loads, compute: Callable[[], object]) -> None:
-        """Launch the copies of a step's missing experts, then its computation by `compute`."""
-        table, slots = self._table, self._slots
-        with table.lock:  # no other thread launches work in between
-            table.follow_stream()
-            if not loads.pieces:
-                compute()
+    def launch(self, layer: int, loads: Loads, launches: LoadedLayer) -> None:
+        """Launch the copies of a step's missing experts, then their computation."""
+        table, engine, host_slots = self._table, self._engine, loads.host_slots
+        with table.lock, launches.on_device:  # no other thread launches work in between
+            launches.follow_stream()
+            if not host_slots:
+                launches.compute_loaded()
                 return
-            table.vacate(loads.slots)
-            begin = self._engine.mark_time()
+            table.write_changes()  # which an interrupt may have left
+            begin = engine.mark_time()
             try:
-                nbytes = self._copy(loads)
-            finally:  # also behind an error: copies of other threads come after these
-                slots.mark_computed(loads.slots)
-                self._host_memory.mark_read(loads.host_slots, slots.last_mark)
-            end = self._engine.mark_time()
-            self._launched.append(Copies(layer, len(loads.pieces), nbytes, begin, end))
-            for piece, slot in zip(loads.pieces, loads.slots, strict=True):
-                table.insert(piece, slot)
-            compute()
+                nbytes, by_kernel = self._copy(loads, launches)
+                end = engine.mark_time()
+                self._host_memory.mark_read(host_slots, end)
+            except BaseException:  # some copies may be on their way to slots of no expert
+                self._slots.mark_computed(loads.slots)
+                self._host_memory.mark_read(host_slots, self._slots.last_mark)
+                table.vacate(loads.slots)
+                raise
+            self._launched.append(Copies(layer, len(host_slots), nbytes, by_kernel, begin, end))
+            launches.compute_loaded()
 
-    def _copy(self, loads: Loads) -> int:
-        """Launch the copies of experts; return their bytes."""
-        plans, parts = self._host_memory.plans, self._slots.parts
-        targets, sources, nbytes = list[Tensor](), list[Tensor](), 0
-        for piece, slot, host_slot in zip(*loads, strict=True):
-            plan: Plan | None = plans.get(host_slot)
-            if plan is None:
-                plan = plans[host_slot] = self._plan(piece, host_slot)
-            nbytes += plan.nbytes
-            if plan.sources is not None:
-                targets += parts(slot, plan.bounds)
-                sources += plan.sources
+    def _copy(self, loads: Loads, launches: LoadedLayer) -> tuple[int, bool]:
+        """Launch the copies of experts, and enter these in the table.
+
+        Returns their bytes, and whether a kernel copies them."""
+        copies, memory = launches.copies, self._host_memory
+        if copies is not None and memory.kernels_can_read and self._trial.next_by_kernel():
+            arguments = loads.numbers, self._table.entries, self._slots.addresses, copies.numbers
+            load = memory.plans.load
+            if (nbytes := load(*arguments)) == UNPLANNED:
+                for piece, host_slot in zip(loads.pieces, loads.host_slots, strict=True):
+                    self._plan_of(piece, host_slot)
+                nbytes = load(*arguments)
+            if nbytes >= 0:
+                self._table.forget_transfers(loads.slots)
+                copies.start()  # the last ones have run: this token's report came after them
+                return nbytes, True
+        self._table.vacate(loads.slots)
+        nbytes = self._copy_each(loads)
+        self._table.insert(loads.pieces, loads.slots)
+        return nbytes, False
+
+    def _copy_each(self, loads: Loads) -> int:
+        """Launch the copies of experts one by one; return their bytes."""
+        parts, targets, sources, nbytes = self._slots.parts, list[Tensor](), list[Tensor](), 0
+        for piece, slot, host_slot in loads.numbers.T.tolist():
+            each, chunks, views, bounds = self._plan_of(piece, host_slot)
+            nbytes += each
+            if views is not None:
+                targets += parts(slot, bounds)
+                sources += views
                 continue
             self._slots.clear(slot)
-            for chunk in plan.chunks:
+            for chunk in chunks:
                 self._slots.launch_write(slot, *chunk)
         if targets:  # by one call: each costs the host as much as to launch a copy
             torch._foreach_copy_(targets, sources, non_blocking=True)
         return nbytes
+
+    def _plan_of(self, piece: int, host_slot: int) -> Plan:
+        """Return the plan of an expert's copies from its slot in host memory."""
+        plans = self._host_memory.plans
+        if (plan := plans.get(host_slot)) is None:
+            plan = self._plan(piece, host_slot)
+            plans.add(host_slot, plan)
+        return plan
 
     def _plan(self, piece: int, host_slot: int) -> Plan:
         """Plan the copies of an expert from its slot in host memory."""
@@ -136,8 +183,9 @@ class HostLoads:
         The device computes nothing meanwhile, so their seconds are stalls.
         """
         while self._launched:
-            layer, experts, nbytes, begin, end = self._launched[0]
+            layer, experts, nbytes, by_kernel, begin, end = self._launched[0]
             if (seconds := self._engine.seconds_between(begin, end)) is None:
                 return
             self._launched.popleft()
+            self._trial.add(by_kernel, nbytes, seconds)
             yield layer, experts, nbytes, seconds

@@ -8,14 +8,13 @@ launches one graph a layer, in place of some thirty kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from greenroom.runtime.cuda.token_graph import MakeLaunches, NoGraph, TokenGraph
 
-Launch = Callable[[Callable[[], Tensor]], Tensor]  # calls a function that launches work
+Launch = Callable[..., Tensor]  # calls a function that launches work, with arguments
 Serve = Callable[[int, Any], None]  # (layer, its launches), behind the layer's look-up
 
 
@@ -49,7 +48,7 @@ class PieceGraph(TokenGraph):
             captured: Tensor = launches.run(x, index, weights)
             self._cut()
             return captured
-        result = self._launch(partial(launches.start_kernels, x, index, weights))
+        result = self._launch(launches.start_kernels, x, index, weights)
         self._serve_layer(layer, launches)
         return result
 
@@ -70,9 +69,9 @@ class PieceGraph(TokenGraph):
         *pieces, last = self._pieces
         for layer, piece in zip(self.moe_layers, pieces, strict=True):
             launches = self._launches[layer]
-            self._launch(partial(launches.start_piece, piece))
+            self._launch(launches.start_piece, piece)
             self._serve_layer(layer, launches)
-        return self._launch(partial(self._end, last))
+        return self._launch(self._end, last)
 
     def _end(self, piece: Callable[[], None]) -> Tensor:
         with self._in_order():

@@ -18,16 +18,36 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from greenroom.core.compiling.compile_cache import jit
+from greenroom.core.compiling.steady_call import SteadyCall
+from greenroom.core.pieces import Ints
 from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine, device_errors
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.slots.tier import ABSENT
 
 UNIT = 64  # bytes, in which offsets of slots are counted
+
+
+class Entries(NamedTuple):
+    """The host's mirror of a table, as compiled functions change it.
+
+    slot_of:   [experts] the slot that has an expert's bytes; -1: none
+    expert_in: [slots] the expert that a slot has, or had before another slot got it; -1: none
+    changes:   [experts, 2] experts and their new offsets, which the device's table does not have
+               yet; each expert once
+    changed:   [1] how many these are
+    """
+
+    slot_of: Ints
+    expert_in: Ints
+    changes: Ints
+    changed: Ints
 
 
 class SlotTable:
@@ -40,8 +60,9 @@ class SlotTable:
     offsets: for each expert of the model, on the device: the offset of its slot from slot 0, in
              units of 64 bytes; ABSENT if no slot has all of its bytes
     stream:  the stream on which kernels that read slots are launched
-    changes: new entries of experts that the device's table does not have yet; empty while nobody
-             holds `lock`, unless an exception has come between
+    entries: the mirror; has no changes while nobody holds `lock`, unless an exception has come
+             between
+    listed_copies: copies of an expert that a kernel's list has room for; 0: no kernel copies
     """
 
     def __init__(self, engine: Engine, slots: DeviceSlots, chunks: Sequence[int]) -> None:
@@ -53,11 +74,13 @@ class SlotTable:
             self.offsets = torch.full(
                 (len(chunks),), ABSENT, dtype=torch.int64, device=engine.device
             )
-        self._slot_of = [-1] * len(chunks)
-        self._expert_in: dict[int, int] = {}  # complete experts, by slot
         self._awaited: dict[int, int] = {}  # chunks that have not arrived, by slot
-        self._offsets: dict[int, int] = {}  # of slots that were in use
-        self.changes: dict[int, int] = {}
+        experts = len(chunks)
+        self.entries = Entries(
+            np.full(experts, -1), np.full(slots.reserve, -1), np.zeros((experts, 2), np.int64),
+            np.zeros(1, np.int64),
+        )  # fmt: skip
+        self.listed_copies = 0
 
     def follow_stream(self) -> None:
         """Put changes on the calling thread's stream, behind all work on the one before.
@@ -71,12 +94,18 @@ class SlotTable:
 
     def slot_of(self, expert: int) -> int:
         """Return the slot that has an expert's bytes; -1 if none has."""
-        return self._slot_of[expert]
+        return int(self.entries.slot_of[expert])
 
     @property
     def count(self) -> int:
         """Return how many experts are in slots."""
-        return len(self._slot_of) - self._slot_of.count(-1)
+        return int((self.entries.slot_of >= 0).sum())
+
+    @property
+    def changes(self) -> dict[int, int]:
+        """Return new offsets of experts that the device's table does not have yet."""
+        entries = self.entries
+        return dict(entries.changes[: entries.changed[0]].tolist())
 
     def begin(self, expert: int, slot: int) -> None:
         """Remove what a slot contains, before the chunks of an expert are written there."""
@@ -94,6 +123,11 @@ class SlotTable:
         with self.lock, self.engine.on_stream(self.stream):
             self.vacate((slot,))
             self.write_changes()
+            self.mark(slot)
+
+    def mark(self, slot: int) -> None:
+        """Let later copies from or to a slot wait for all launched work."""
+        with self.lock, self.engine.on_stream(self.stream):
             self._slots.mark_computed((slot,))
 
     def vacate(self, slots: Sequence[int]) -> None:
@@ -101,52 +135,106 @@ class SlotTable:
 
         The caller holds `lock`, also for `insert`.
         """
-        for slot in slots:
-            expert = self._expert_in.get(slot, -1)
-            if expert >= 0 and self._slot_of[expert] == slot:
-                self.changes[expert] = ABSENT  # first: an interrupt must not lose it
-                self._slot_of[expert] = -1
-            self._expert_in.pop(slot, None)
-            self._awaited.pop(slot, None)
+        _vacate(self.entries, np.array(slots, np.int64))
+        self.forget_transfers(slots)
 
-    def insert(self, expert: int, slot: int) -> None:
-        """Record that a slot has an expert's bytes, before the next look-up at the latest."""
-        offset = self._offsets.get(slot)
-        if offset is None:
-            offset = (self._slots.address(slot) - self._slots.address(0)) // UNIT
-            self._offsets[slot] = offset
-        self._expert_in[slot], self._slot_of[expert] = expert, slot
-        self.changes[expert] = offset
+    def forget_transfers(self, slots: Sequence[int]) -> None:
+        """Await no chunk for slots any more, as of a transfer that was given up."""
+        if self._awaited:
+            for slot in slots:
+                self._awaited.pop(slot, None)
+
+    def insert(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Record that slots have experts' bytes, before the next look-up at the latest."""
+        new = np.array((experts, slots), np.int64)
+        _insert(self.entries, new[0], new[1], self._slots.addresses)
 
     def _insert_now(self, expert: int, slot: int) -> None:
         with self.lock:
             self._awaited.pop(slot, None)
-            self.insert(expert, slot)
+            self.insert((expert,), (slot,))
             self.write_changes()
 
     def write_changes(self) -> None:
         """Write to the device's table what no look-up has written."""
-        if self.changes:
+        if self.entries.changed[0]:
             with self.lock, self.engine.on_stream(self.stream):
                 for expert, offset in self.changes.items():
                     self.offsets[expert].fill_(offset)
-                self.changes.clear()
+                self.entries.changed[0] = 0
+
+    def hand_over(self, numbers: Ints, before: int) -> int:
+        """Write the changes to a list that the next look-up reads; see `hand_over` below."""
+        return int(_hand_over(self.entries, numbers, before))
 
     def moved(self, source: int, target: int) -> None:
         """Record that a slot's bytes were copied to another one, which was cleared before."""
-        expert = self._expert_in.get(source, -1)
+        expert = int(self.entries.expert_in[source])
         self.clear(source)
         if expert >= 0:
             self._insert_now(expert, target)
 
     def trim(self, capacity: int) -> None:
         """Remove the contents of all slots from number `capacity` on."""
-        for slot in [slot for slot in self._expert_in if slot >= capacity]:
-            self.clear(slot)
-        self._offsets.clear()  # slots that are added later have other addresses
+        for slot in np.flatnonzero(self.entries.expert_in[capacity:] >= 0).tolist():
+            self.clear(capacity + slot)
 
     def close(self) -> None:
         """Put a mark behind all launched work, before the slots are freed."""
         quietly = contextlib.suppress(DeviceError)  # of a device that is lost
         with self.lock, quietly, device_errors(), self.engine.on_stream(self.stream):
             self._slots.mark_computed(())
+
+
+@jit(_nrt=False)
+def _change(entries: Entries, expert: int, offset: int) -> None:
+    """Set an expert's new offset."""
+    count = entries.changed[0]
+    for place in range(count):
+        if entries.changes[place, 0] == expert:
+            entries.changes[place, 1] = offset
+            return
+    entries.changes[count, 0], entries.changes[count, 1] = expert, offset
+    entries.changed[0] = count + 1
+
+
+@jit(_nrt=False)
+def vacate(entries: Entries, slots: Ints) -> None:
+    """Remove what slots contain."""
+    for slot in slots:
+        expert = entries.expert_in[slot]
+        if expert >= 0:
+            if entries.slot_of[expert] == slot:
+                entries.slot_of[expert] = -1
+                _change(entries, expert, ABSENT)
+            entries.expert_in[slot] = -1
+
+
+@jit(_nrt=False)
+def insert(entries: Entries, experts: Ints, slots: Ints, addresses: Ints) -> None:
+    """Record that slots have experts' bytes; `addresses` are those of all slots."""
+    for i in range(experts.size):
+        entries.expert_in[slots[i]], entries.slot_of[experts[i]] = experts[i], slots[i]
+        _change(entries, experts[i], (addresses[slots[i]] - addresses[0]) // UNIT)
+
+
+@jit(_nrt=False)
+def hand_over(entries: Entries, numbers: Ints, before: int) -> int:
+    """Write the changes to a list that a look-up reads.
+
+    numbers: [2 n]; receives pairs, then -1 up to number `before`
+
+    Returns how many numbers the changes take; -1, and writes nothing, if there is no room.
+    """
+    end = 2 * entries.changed[0]
+    if end > numbers.size:
+        return -1
+    for place in range(entries.changed[0]):
+        numbers[2 * place] = entries.changes[place, 0]
+        numbers[2 * place + 1] = entries.changes[place, 1]
+    for unused in range(end, before, 2):
+        numbers[unused] = -1
+    return end
+
+
+_vacate, _insert, _hand_over = map(SteadyCall, (vacate, insert, hand_over))

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from greenroom.core.layout import ALIGNMENT, ITEMSIZE, Copy, TensorSpec
@@ -36,6 +37,7 @@ class DeviceSlots(SlotPool):
     `stride` is a multiple of 64. Slots need not be consecutive in memory.
 
     last_mark: the last event of `mark_computed`
+    addresses: those of all slots in device memory
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class DeviceSlots(SlotPool):
         self.engine, self.stride, self.reserve = engine, stride, max(capacity, reserve)
         self.capacity, self._plane_joiner = 0, plane_joiner
         self._parts: dict[int, tuple[Sequence[tuple[int, int]], list[Tensor]]] = {}
+        self.addresses: NDArray[np.int64] = np.zeros(0, np.int64)
         self._segments: list[Tensor] = []
         self._first_slots: list[int] = []  # the first slot of each segment
         self._marks: dict[int, Mark] = {}  # behind the last group that reads each slot
@@ -87,9 +90,7 @@ class DeviceSlots(SlotPool):
 
     def address(self, slot: int) -> int:
         """Return the address of a slot in device memory."""
-        number = bisect_right(self._first_slots, slot) - 1
-        segment = self._segments[number].data_ptr()
-        return segment + (slot - self._first_slots[number]) * self.stride
+        return int(self.addresses[slot])
 
     def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
         """Return a view of one tensor of the expert in a slot; of one in fields, a copy in rows."""
@@ -104,9 +105,7 @@ class DeviceSlots(SlotPool):
         The calling thread has launched the computation on its current stream.
         """
         with self._marking:
-            mark = self._mark()
-            for slot in slots:
-                self._marks[slot] = mark
+            self._marks.update(dict.fromkeys(slots, self._mark()))
 
     def _mark(self) -> Mark:
         """Record an event on the current stream, behind all events that were recorded before."""
@@ -275,6 +274,11 @@ class DeviceSlots(SlotPool):
         if self._end < capacity:
             self._grow(capacity)
         self.capacity = capacity
+        each = [
+            segment.data_ptr() + self.stride * np.arange(segment.numel() // self.stride)
+            for segment in self._segments
+        ]
+        self.addresses = np.concatenate([*each, np.zeros(0, np.int64)])
 
     def fitting_capacity(self, capacity: int) -> int:
         """Return the largest number of slots that takes at most the memory of `capacity` slots.

@@ -6,17 +6,17 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 from torch import Tensor
 
 from greenroom.core.events import Event, HostComputed, Routed
 from greenroom.core.predictor import LayerRouting
 from greenroom.core.scheduler.resident_steps import Misses
 from greenroom.errors import DeviceError
-from greenroom.runtime.cuda.host_loads import HostLoads
+from greenroom.runtime.cuda.host_loads import HostLoads, LoadedLayer
 from greenroom.runtime.driver.action_queue import ActionQueue
+from greenroom.runtime.kernels.report import TokenReport
 
 if TYPE_CHECKING:  # it has a `DeviceSteps`
     from greenroom.runtime.driver.driver import Driver
@@ -25,21 +25,17 @@ if TYPE_CHECKING:  # it has a `DeviceSteps`
 class ComputedStep(Protocol):
     """A step of one token that a device has computed from slots.
 
-    missing: ids within the layer of the experts that were in no slot
+    report:   which experts the token chose, and which of them were in no slot
+    launches: those of its missing experts
     """
 
     layer: int
-    missing: Sequence[int]
+    report: TokenReport
+    launches: LoadedLayer
 
     @property
     def device_only(self) -> bool:
         """Tell whether the host computes none of the step's experts."""
-
-    def experts(self) -> list[int]:
-        """Return the experts that the token chose, as ids within the layer, ascending."""
-
-    def compute_missing(self) -> None:
-        """Launch the computation of missing experts, which are all in slots by then."""
 
     def send_inputs(self) -> None:
         """Launch the copy of the token's inputs to the host, which computes some experts."""
@@ -112,33 +108,33 @@ class DeviceSteps:
         self._driver, self._actions, self._loads = driver, actions, loads
         self._handle = handle
 
-    def launch(self, start: Callable[[], Tensor]) -> Tensor:
+    def launch(self, start: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Call `start`, which launches a step's computation from the device's table of slots.
 
         Slots are not resized meanwhile. Returns the result of `start`.
         """
-        with self._driver.step_lock:
-            self._driver.begin_exclusive(interruptible=True)
-            return start()
+        driver = self._driver
+        with driver.step_lock:
+            driver.begin_exclusive(interruptible=True)
+            return start(*arguments)
 
     def serve(self, steps: Sequence[ComputedStep]) -> int:
         """Serve steps of a pass that were computed; return how many until one needs events."""
         driver = self._driver
         if driver.timeline is not None or driver.predictions.predicts:
             return 0
-        chosen = [(step.layer, step.experts()) for step in steps]
         resident, residents = driver.resident, driver.scheduler.resident_steps
         with driver.step_lock:
             driver.begin_exclusive(interruptible=True)
             if resident.is_open:
-                served = resident.serve(chosen)
+                served = resident.serve([step.report.pieces for step in steps])
                 if served:
-                    driver.passes.note_layers(chosen[0][0], chosen[-1][0])
+                    driver.passes.note_layers(steps[0].layer, steps[-1].layer)
                 return served or 0
             passes, now = list[int](), time.perf_counter()
             with driver.lock:
-                for layer, experts in chosen:
-                    event = self._event(layer, experts)
+                for step in steps:
+                    event = self._event(step)
                     if residents.serve(event, now) is None:
                         break
                     self._count(event)
@@ -152,15 +148,15 @@ class DeviceSteps:
         """Serve a step whose missing experts are in host memory, and launch their copies.
 
         Those that the host is to compute it computes now, while the device is busy. Returns False,
-        and counts nothing, if the step needs events. An error of its `compute_missing` leaves the
-        missing experts without slots.
+        and counts nothing, if the step needs events. An error of its launches leaves the missing
+        experts without slots.
         """
         driver, loads, layer = self._driver, self._loads, step.layer
         if loads is None or driver.timeline is not None:
             return False
         with driver.step_lock:
             driver.begin_exclusive(interruptible=True)
-            event, residents = self._event(layer, step.experts()), driver.scheduler.resident_steps
+            event, residents = self._event(step), driver.scheduler.resident_steps
             event.device_only = step.device_only
             driver.predictions.reached(event.step, layer)  # later predictions are overtaken
             with driver.lock:
@@ -172,12 +168,12 @@ class DeviceSteps:
                     if missing.on_host:  # before copies of experts
                         step.send_inputs()
                     if self._has_device_part(step, missing):
-                        loads.launch(layer, missing.loads, step.compute_missing)
+                        loads.launch(layer, missing.loads, step.launches)
                 except BaseException as error:
                     self._undo(missing, event, error)
                     raise
                 self._count(event)  # while experts are on their way
-                driver.miss_counts[layer] += len(missing.loads.pieces) + len(missing.on_host)
+                driver.miss_counts[layer] += missing.loads.size + len(missing.on_host)
             predicts = driver.predictions.predicts  # which must not be late
             if predicts:
                 driver.predictions.observe(event.step, layer, step.observe)
@@ -192,9 +188,10 @@ class DeviceSteps:
 
         An expert that the look-up has not found may have come to its slot since then.
         """
+        if missing.loads.size:
+            return True
         first = self._driver.pieces.offsets[step.layer]
-        absent = {first + expert for expert in step.missing}
-        return bool(missing.loads.pieces) or not absent.issubset(missing.on_host)
+        return not {first + expert for expert in step.report.missing}.issubset(missing.on_host)
 
     def _compute_on_host(self, step: ComputedStep, missing: Misses) -> None:
         """Compute a step's experts that the host has taken, which it releases in any case."""
@@ -233,12 +230,10 @@ class DeviceSteps:
                 in_slots = experts * int(pieces.nbytes[pieces.offsets[layer]])
                 self._driver.scheduler.option_calls.copied(in_slots, seconds)
 
-    def _event(self, layer: int, experts: Sequence[int]) -> Routed:
+    def _event(self, step: ComputedStep) -> Routed:
         """Return the event of the next step, of a layer in this pass or the next one."""
-        driver = self._driver
-        passes, first = driver.passes, driver.pieces.offsets[layer]
-        number = passes.number + (layer <= passes.layer)
-        pieces = np.array([first + expert for expert in experts], np.int64)
+        passes, layer = self._driver.passes, step.layer
+        number, pieces = passes.number + (layer <= passes.layer), step.report.pieces
         return Routed(number, layer, pieces, passes.request, prefill=passes.prefill)
 
     def _count(self, event: Routed) -> None:

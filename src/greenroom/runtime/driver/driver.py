@@ -303,12 +303,12 @@ class Driver:
 
     def begin_exclusive(self, interruptible: bool = False) -> None:
         """Begin a step or a resize, after abandoning a step that an exception left unfinished."""
-        self._actions.check_open()
-        unfinished = self.scheduler.step is not None or self.scheduler.resident_steps.unfinished
-        if unfinished or self._actions:
+        actions, scheduler = self._actions, self.scheduler
+        actions.check_open()
+        if actions or scheduler.step is not None or scheduler.resident_steps.unfinished:
             self._abandon()
         if interruptible:
-            self._actions.check_interrupted()
+            actions.check_interrupted()
 
     def _handle(self, event: Event) -> None:
         with self.lock:

@@ -45,6 +45,7 @@ class SlotChanges:
         """Copy an expert to another slot."""
         if self.table is not None:
             self.table.clear(action.target)
+            self.table.mark(action.source)  # the expert may still be on its way there
         (pool, number), (_, target) = map(self._slots.at, (action.source, action.target))
         pool.move(number, target)
         if self.table is not None:

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.cache.all_resident import AllResident
+from greenroom.core.compiling.compile_cache import jit
+from greenroom.core.compiling.steady_call import SteadyCall
 from greenroom.core.pieces import Ints
 from greenroom.core.scheduler.scheduler import Scheduler
 
@@ -42,7 +44,6 @@ class ResidentTables:
 
     def __init__(self, scheduler: Scheduler, request_counts: Ints) -> None:
         self._scheduler, self._request_counts = scheduler, request_counts
-        self._each_count = memoryview(request_counts)  # type: ignore[arg-type]
         self._path: AllResident | None = None  # that owns the tables
         self._addresses: tuple[int, int, int, int]
         self._layers: Sequence[int] = ()  # those of `_first` and `_rank`
@@ -50,21 +51,17 @@ class ResidentTables:
 
     def count(self, pieces: Ints) -> None:
         """Count a use of each of a step's experts."""
-        # For a token's experts NumPy takes twice as long, once its code has left the caches.
-        counts = self._each_count
-        for piece in pieces.tolist():
-            counts[piece] += 1
+        _add(self._request_counts, pieces)
 
-    def serve(self, steps: Sequence[tuple[int, list[int]]]) -> int | None:
-        """Record steps of different layers, (layer, its experts), if all experts are resident.
+    def serve(self, steps: Sequence[Ints]) -> int | None:
+        """Record steps of different layers, each step's experts, if all are resident.
 
         Returns the number of steps; None, and counts nothing, if the scheduler has to decide.
         """
         if (path := self._scheduler.resident_steps.path) is None:
             return None
-        first = self._scheduler.view.pieces.offsets
-        pieces = np.array([first[layer] + e for layer, experts in steps for e in experts], np.int64)
-        if not path.serve(pieces, [len(experts) for _, experts in steps]):
+        pieces = np.concatenate(steps)
+        if not path.serve(pieces, [experts.size for experts in steps]):
             return None
         self._request_counts[pieces] += 1
         return len(steps)
@@ -113,3 +110,13 @@ class ResidentTables:
         counts = find(SlotTables(first, *self._addresses, path.steps + 1))
         path.count(sum(counts), len(counts))
         return len(counts)
+
+
+@jit(_nrt=False)
+def add_uses(counts: Ints, pieces: Ints) -> None:
+    """Count a use of each expert of a step; NumPy takes several times as long."""
+    for piece in pieces:
+        counts[piece] += 1
+
+
+_add = SteadyCall(add_uses)

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,6 +16,7 @@ from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
+from greenroom.runtime.kernels.report import TokenReport
 from greenroom.runtime.kernels.triton import look_up, one_token, programs, token_launches
 from greenroom.runtime.kernels.triton.kernel import Launch
 from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
@@ -81,7 +81,7 @@ class Rig:
         self.table.begin(expert, slot)
         self.table.land(expert, slot)
 
-    def token(self, *chosen: int) -> list[int]:
+    def token(self, *chosen: int) -> TokenReport:
         x, index = torch.zeros(1, HIDDEN, dtype=torch.bfloat16), torch.tensor([chosen])
         self.launches.start(x, index, torch.ones(1, TOP_K, dtype=torch.bfloat16))
         return self.launches.read_report()
@@ -144,7 +144,7 @@ def test_outputs_of_the_host_have_the_rows_of_their_choices(rig, chosen, rows):
     rig.bring(3, 0)
     report = rig.token(*chosen)
     experts = sorted({*chosen} - {3})
-    assert {*rig.launches.missing(report)} == {*experts}
+    assert {*report.missing} == {*experts}
     out, sums = rig.launches._step.out, list[torch.Tensor]()
     out.fill_(7)
 
@@ -221,14 +221,14 @@ def test_launches_that_were_interrupted_do_not_spoil_later_ones(rig):
             with pytest.raises(KeyboardInterrupt):
                 rig.token(0, 1)
         rig.act = lambda name: None
-        assert [each & 1 for each in rig.token(2, 3)] == [1, 0]
+        assert rig.token(2, 3).missing == [3]
 
 
 def load(rig: Rig, expert: int, slot: int) -> None:
     """Bring an expert as a copy does that is in order with look-ups."""
     with rig.table.lock:
         rig.table.vacate([slot])
-        rig.table.insert(expert, slot)
+        rig.table.insert([expert], [slot])
         rig.launches.start_again([expert])
 
 
@@ -275,52 +275,41 @@ def test_changes_survive_an_interrupted_look_up(rig, at):
     with pytest.raises(KeyboardInterrupt):
         load(rig, 1, 1)
     rig.act = lambda name: None
-    assert [each & 1 for each in rig.token(0, 1)] == [0, 1]
+    assert rig.token(0, 1).missing == [0]
     assert found(rig) == [1]
 
 
-class InterruptedMemory(list[int]):
-    """Numbers in memory, of which only so many can be set."""
-
-    left = 3
-
-    def __setitem__(self, at: Any, value: Any) -> None:
-        if not self.left:
-            raise KeyboardInterrupt
-        self.left -= 1
-        super().__setitem__(at, value)
-
-
-def test_changes_that_were_handed_over_in_part_are_not_written_later(rig, monkeypatch):
+def test_changes_that_were_handed_over_are_not_written_later(rig, monkeypatch):
+    """An interrupt came before their look-up."""
     rig.token(0, 1)
-    memory = rig.launches._changes
-    half = InterruptedMemory(memory)
-    with monkeypatch.context() as patch:
-        patch.setattr(rig.launches, "_changes", half)
-        with rig.table.lock:
-            for expert in range(3):
-                rig.table.insert(expert, expert)
-            with pytest.raises(KeyboardInterrupt):
-                rig.launches.start_again([0])
-    memory[: len(half)] = memoryview(np.array(half))
+
+    hand_over = SlotTable.hand_over
+
+    def interrupt(*arguments: Any) -> None:
+        assert hand_over(*arguments) == 6
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, rig.table.lock:
+        patch.setattr(SlotTable, "hand_over", interrupt)
+        rig.table.insert(range(3), range(3))
+        with pytest.raises(KeyboardInterrupt):
+            rig.launches.start_again([0])
     rig.token(0, 1)
     rig.bring(3, 1)  # in the place of expert 1, which was handed over
     rig.launches.start_again([0])
     assert found(rig) == [0, 2, 3]
 
 
-def test_a_step_s_second_group_does_not_overwrite_changes_of_the_first(rig, monkeypatch):
+def test_a_step_s_second_group_does_not_overwrite_changes_of_the_first(rig):
     """No report says that the device has read them."""
     rig.token(0, 1)
     for expert in range(2):
         rig.bring(expert, expert)
-    rig.table.insert(2, 3)  # an exception came in another thread before it was written
-    memory = InterruptedMemory(rig.launches._changes)
-    memory.left = 99
-    monkeypatch.setattr(rig.launches, "_changes", memory)
+    rig.table.insert([2], [3])  # an exception came in another thread before it was written
+    before = rig.launches._changes.tolist()
     for expert in range(2):
         rig.launches.start_again([expert], [expert])
-    assert memory.left == 99
+    assert rig.launches._changes.tolist() == before
     assert found(rig) == [0, 1, 2]
 
 
@@ -328,7 +317,7 @@ def test_more_changes_than_a_look_up_writes_go_before_it(rig):
     rig.token(0, 1)
     with rig.table.lock:
         for expert in range(5):
-            rig.table.insert(expert, expert % 4)
+            rig.table.insert([expert], [expert % 4])
         rig.launches.start_again([4])
     assert found(rig) == [0, 1, 2, 3, 4]
 
@@ -356,8 +345,8 @@ def test_a_stream_waits_for_the_one_on_which_the_table_was_changed(rig):
 def test_torch_knows_each_stream_that_uses_pinned_memory(rig, monkeypatch):
     """Torch uses freed pinned memory again when streams that copied from it have come so far."""
     copied, copy = [], torch.Tensor.copy_
-    address = np.frombuffer(rig.launches._changes, np.int64).ctypes.data
-    names = {rig.launches._report.ctypes.data: "report", address: "changes"}
+    pinned = {"report": rig.launches._report, "changes": rig.launches._changes}
+    names = {memory.ctypes.data: name for name, memory in pinned.items()}
 
     def watch(self: torch.Tensor, source: torch.Tensor, *args: Any, **options: Any) -> Any:
         if (name := names.get(source.data_ptr())) is not None:

@@ -10,20 +10,21 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import triton
-from numpy.typing import NDArray
 from torch import Tensor
 
 from greenroom.errors import DeviceError
 from greenroom.runtime.kernels.activation import RAW
 from greenroom.runtime.kernels.layer import LayerExperts
-from greenroom.runtime.kernels.report import wait_for_report
+from greenroom.runtime.kernels.report import TokenReport, read_token, wait_for_report
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.triton import look_up
+from greenroom.runtime.kernels.triton.copies import ListedCopies
 from greenroom.runtime.kernels.triton.kernel import Launch, TritonStep, on_device
 from greenroom.runtime.kernels.triton.plan import plan_of
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:  # it imports the kernels
     from greenroom.runtime.cuda.slot_table import SlotTable
 
 Work = Callable[[], None]
-EXPERT = 0x7FFFFFFF  # the bits of an expert's id in a number of the report, shifted by one
 
 
 class TokenLaunches:
@@ -60,7 +60,7 @@ class TokenLaunches:
         """
         plan, self._table, self._engine = plan_of(layer), table, table.engine
         self._layer, self._first, self._number = layer, first, 0
-        device, self._on_device = plan.device, on_device(plan.device)
+        device, self.on_device = plan.device, on_device(plan.device)
         with torch.inference_mode(False):
             self._x = torch.zeros(1, layer.hidden, dtype=layer.dtype, device=device)
             self._index, self._weights = (
@@ -76,12 +76,12 @@ class TokenLaunches:
             )
             self._copied = torch.zeros(1, dtype=torch.int64, device=device)
             report = self._engine.host_numbers(top_k) if report is None else report
-            size = triton.next_power_of_2(top_k)
+            size, most = triton.next_power_of_2(top_k), top_k * table.listed_copies
             changes = self._engine.host_numbers(4 * size)
-        self._pinned = report, changes
-        self._report = report.numpy()
+        self.copies = ListedCopies(self._engine, most) if most else None
+        self._pinned = [report, changes] + ([self.copies.memory] if self.copies else [])
         changes.fill_(-1)
-        self._changes = memoryview(changes.numpy())  # type: ignore[arg-type]
+        self._report, self._changes = report.numpy(), changes.numpy()
         self._stream: Any = None  # of the last token
         self._mid = step.mid if plan.activation.code == RAW else None
         self._up = step.projection(
@@ -110,8 +110,8 @@ class TokenLaunches:
         x [1, H], index and weights [1, top_k]; the result [1, H] is complete if all experts are in
         slots.
         """
-        with self._table.lock, self._on_device:  # a context of Python's costs 10 microseconds
-            self._follow_stream()
+        with self._table.lock, self.on_device:  # a context of Python's costs 10 microseconds
+            self.follow_stream()
             self._table.write_changes()
             if self._number and not self._in_graphs:
                 self._capture()
@@ -145,8 +145,8 @@ class TokenLaunches:
 
     def start_piece(self, piece: Work) -> Tensor:
         """Launch a graph that has `run` of these launches; `start_again` changes the result."""
-        with self._table.lock, self._on_device:  # `in_order` takes as long as the launch
-            self._follow_stream()
+        with self._table.lock, self.on_device:  # `in_order` takes as long as the launch
+            self.follow_stream()
             self._table.write_changes()
             self._look_up_by(piece)
             return self._result
@@ -156,6 +156,8 @@ class TokenLaunches:
         with self.in_order():
             self._launch_again()
             self._sequences = self._compute, self._engine.capture(self._compute_again)
+            if self.copies is not None:
+                self.copies.capture()
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
@@ -164,12 +166,12 @@ class TokenLaunches:
         They are behind all changes before, on the calling thread's stream; no slot changes
         meanwhile.
         """
-        with self._table.lock, self._on_device:
-            self._follow_stream()
+        with self._table.lock, self.on_device:
+            self.follow_stream()
             self._table.write_changes()
             yield
 
-    def _follow_stream(self) -> None:
+    def follow_stream(self) -> None:
         """Put changes of slots on the calling thread's stream; the table's lock is held."""
         self._table.follow_stream()
         if self._stream != self._table.stream:
@@ -194,6 +196,8 @@ class TokenLaunches:
         self._in_graphs = True
         self._launch_again()
         self._sequences = [self._engine.capture(each) for each in self._sequences]
+        if self.copies is not None:
+            self.copies.capture()
 
     def _launch_again(self) -> None:
         """Launch `_compute_again` for the previous token, whose result does not change."""
@@ -219,47 +223,35 @@ class TokenLaunches:
         `experts` are some of them, in `slots`; None: in any ones. Raises DeviceError if the table
         does not say so.
         """
-        with self._table.lock, self._on_device:
-            self._follow_stream()
+        with self._table.lock, self.on_device:
+            self.follow_stream()
             for number, expert in enumerate(experts):
                 slot = self._table.slot_of(self._first + expert)
                 if slot < 0 or (slots is not None and slot != slots[number]):
                     raise DeviceError(f"the table of slots has expert {expert} in slot {slot}")
             if slots is not None:  # no report came after the last group's look-up
                 self._table.write_changes()
-            self._launch_changed()
+            self.compute_loaded()
 
     def compute_loaded(self) -> None:
-        """Launch the computation of the experts that the calling thread has loaded in order.
+        """Launch the second look-up, which writes the table's changes, and the products.
 
-        The thread holds the table's lock, and its stream is the table's.
+        The caller holds the table's lock, and launches on the table's stream.
         """
-        with self._on_device:
-            self._follow_stream()
-            self._launch_changed()
-
-    def _launch_changed(self) -> None:
-        """Launch the second look-up, which writes the table's changes, and the products."""
         self._hand_over_changes()
         self._look_up_by(self._sequences[1])
-        self._table.changes.clear()
+        self._table.entries.changed[0] = 0
 
     def _hand_over_changes(self) -> None:
         """Let the next look-up write the table's changes.
 
         The last one that was given any has run: this token's report was read after it.
         """
-        changes, numbers = self._table.changes, self._changes
-        if 2 * len(changes) > len(numbers):
-            self._table.write_changes()
-        before = self._changed
-        self._changed = max(before, 2 * len(changes))  # an interrupt leaves none behind
-        end = 0
-        for expert, offset in changes.items():  # a slice of NumPy's takes longer
-            numbers[end], numbers[end + 1] = expert, offset
-            end += 2
-        for unused in range(end, before, 2):
-            numbers[unused] = -1
+        table, changes, before = self._table, self._changes, self._changed
+        self._changed = changes.size  # an interrupt leaves none behind
+        if (end := table.hand_over(changes, before)) < 0:
+            table.write_changes()
+            end = table.hand_over(changes, before)
         self._changed = end
 
     @property
@@ -275,7 +267,7 @@ class TokenLaunches:
         self,
         outputs: Tensor,
         experts: Sequence[int],
-        report: list[int],
+        report: TokenReport,
         send: Callable[[Tensor], Tensor],
     ) -> None:
         """Add to a token's sum the outputs of experts that another processor has computed.
@@ -285,7 +277,7 @@ class TokenLaunches:
         send:    copies a tensor to the device
         """
         number = {expert: n for n, expert in enumerate(experts)}
-        of_rank = [number.get(each >> 1 & EXPERT, -1) for each in report]
+        of_rank = [number.get(expert, -1) for expert in report.by_rank.tolist()]
         ranks, out = [rank for rank, n in enumerate(of_rank) if n >= 0], self._rows
         with self.in_order():
             rows = send(outputs.to(self._step.out.dtype)).unbind()
@@ -297,7 +289,7 @@ class TokenLaunches:
 
     def result(self) -> Tensor:
         """Return the sum over the experts that were computed, after `start_again`: [1, H]."""
-        with self._on_device:
+        with self.on_device:
             return self._result.clone()
 
     def _compute(self) -> None:
@@ -320,34 +312,16 @@ class TokenLaunches:
         out = self._step.out if self._layer.norm is None else self._layer.norm(self._step.out)
         self._sum.start(out, self._weights, self._order, self._result)
 
-    def read_report(self) -> list[int]:
-        """Wait for the report of the last look-up; return it, one number for each choice.
+    def read_report(self) -> TokenReport:
+        """Wait for the report of the last look-up, and return it.
 
         Raises DeviceError if the device has done all work without a report.
         """
-        number, engine, stream = self._number, self._engine, self._stream
-
-        def read() -> list[int] | None:
-            report: list[int] = self._report.tolist()
-            return report if min(report) >> 32 == number else None  # numbers of look-ups ascend
-
-        return wait_for_report(read, lambda: engine.is_idle(stream))
-
-    def choice(self, report: list[int]) -> NDArray[np.int64]:
-        """Return a token's choice [1, top_k], with ids of other processes' experts."""
-        return np.array([[each >> 1 & EXPERT for each in report]], np.int64)
-
-    def experts(self, report: list[int]) -> list[int]:
-        """Return the layer's experts that a token chose, ascending."""
-        count = self._layer.num_experts
-        return sorted({expert for each in report if (expert := each >> 1 & EXPERT) < count})
-
-    def missing(self, report: list[int]) -> Sequence[int]:
-        """Return the layer's experts that a token chose, and that a look-up has not found."""
-        absent = [each >> 1 & EXPERT for each in report if not each & 1]
-        if absent and max(absent) >= (count := self._layer.num_experts):
-            return [expert for expert in absent if expert < count]
-        return absent
+        arguments = self._report, self._number, self._first, self._layer.num_experts
+        if (report := read_token(*arguments)) is not None:
+            return report
+        engine, stream = self._engine, self._stream
+        return wait_for_report(partial(read_token, *arguments), lambda: engine.is_idle(stream))
 
 
 class ThreadTokenLaunches(threading.local):
