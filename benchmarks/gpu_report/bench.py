@@ -13,6 +13,7 @@ import machine
 import numpy as np
 import torch
 from forced import Routing, forced
+from kernel_layers import engine_of
 from shapes import Shape
 
 from greenroom.hf.attach.attach import Greenroom
@@ -23,6 +24,7 @@ from greenroom.policies import choose
 from greenroom.runtime import forward
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.token_graph import TokenGraph
+from greenroom.runtime.kernels.triton.copies import ListedCopies
 from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
 from greenroom.trace import Trace
 
@@ -130,20 +132,42 @@ def clocked(greenroom: Greenroom) -> Iterator[dict[str, float]]:
         for name in ("begin", "compute_group", "combine"):
             setattr(greenroom.kernel, name, timed("launches", getattr(greenroom.kernel, name)))
             undo.callback(delattr, greenroom.kernel, name)
-        for name in ("start", "start_again", "result"):
+        for name in ("start", "start_piece", "start_again", "compute_loaded", "result"):
             clock(TokenLaunches, name, "launches")
         yield spent
 
 
 def plain_copy(device: torch.device, nbytes: int) -> float:
     """Bytes a second of one copy from pinned memory, as large as it may be."""
-    source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    source, target = copied_memory(device, nbytes)
+    return copy_rate(device, nbytes, lambda: target.copy_(source, non_blocking=True))
+
+
+def kernel_copy(device: torch.device, nbytes: int, copies: int) -> float:
+    """Bytes a second of equal copies from pinned memory by the tier's kernel."""
+    source, target = copied_memory(device, nbytes)
+    listed, size = ListedCopies(engine_of(device), copies), nbytes // copies // 8
+    rows = [[m.data_ptr() + 8 * size * n for m in (source, target)] + [size] for n in range(copies)]
+    listed.numbers[:] = [copies, *(number for row in rows for number in row)]
+    rate = copy_rate(device, nbytes, listed.start)
+    assert torch.equal(target.cpu(), source), "the kernel has copied other bytes"
+    return rate
+
+
+def copied_memory(device: torch.device, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pinned memory with numbers, and zeros on the device: [nbytes] uint8 each."""
+    source = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    source.view(torch.int64).copy_(torch.arange(nbytes // 8))
+    return source, torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
+def copy_rate(device: torch.device, nbytes: int, copy: Callable[[], object]) -> float:
+    """Bytes a second of a copy, in the middle of six."""
     times = []
     for _ in range(7):
         machine.synchronize(device)
         start = time.perf_counter()
-        target.copy_(source, non_blocking=True)
+        copy()
         machine.synchronize(device)
         times.append(time.perf_counter() - start)
     return nbytes / statistics.median(times[1:])

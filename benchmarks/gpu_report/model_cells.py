@@ -16,7 +16,7 @@ import machine
 import numpy as np
 import shapes
 from baselines import Experts, copies, stock
-from bench import Bench, clocked, plain_copy, profiled, tier_copy
+from bench import Bench, clocked, kernel_copy, plain_copy, profiled, tier_copy
 from ledger import Ledger
 from playing import decoding, prefill
 from safetensors.torch import load_file
@@ -49,7 +49,13 @@ class Cells:
         gc.collect()
         kind, _, share = what.partition(" ")
         if kind == "link":
-            return {"gb_s": plain_copy(self._device, 1 << (20 if self._smoke else 29)) / 1e9}
+            # 16 parts of 2 MiB: what a token misses in a layer.
+            large, small = (1 << (20 if self._smoke else n) for n in (29, 25))
+            return {
+                "gb_s": plain_copy(self._device, large) / 1e9,
+                "small_gb_s": plain_copy(self._device, small) / 1e9,
+                "kernel_gb_s": kernel_copy(self._device, small, 16) / 1e9,
+            }
         if kind == "transformers":
             return self._transformers(bench)
         ratio = float(share.rstrip("%")) / 100

@@ -102,8 +102,7 @@ def _models(rows: Rows, smoke: bool) -> str:
     each = [_model(rows, name, smoke) for name in shapes.models(smoke)]
     if not any(each):
         return ""
-    note = "CUDA graphs in the tier: not built, so not measured."
-    return "## Models\n\n" + "\n\n".join([*filter(None, each), note])
+    return "## Models\n\n" + "\n\n".join(filter(None, each))
 
 
 def _model(rows: Rows, name: str, smoke: bool) -> str:
@@ -138,7 +137,11 @@ def _model(rows: Rows, name: str, smoke: bool) -> str:
               "launches ms", "stalls ms"]  # fmt: skip
     parts = [f"### {name}"]
     if link:
-        parts.append(f"A plain copy from pinned memory: {link:.1f} GB/s.")
+        small, kernel = (of("link").get(f"{name}_gb_s") for name in ("small", "kernel"))
+        text = f"A plain copy from pinned memory: {link:.1f} GB/s."
+        if small is not None and kernel is not None:
+            text += f" Of 32 MiB: {small:.1f}; in 16 parts by a kernel that reads it: {kernel:.1f}."
+        parts.append(text)
     parts.append(table(header, rows_shown))
     if prefills:
         blocks = list(next(iter(prefills.values())))

@@ -33,7 +33,7 @@ def filled(report, tmp_path: Path) -> Path:
     done("kernels", "qwen3-30b-a3b:grouped_mm", rows=[{**row, "us": 100.0}])
     done("kernels", "qwen3-30b-a3b:int4", rows=[{**row, "host_ms": 0.26, "distance": 1e-3}])
     book.write("kernels", "qwen3-30b-a3b:fp8", ledger.FAILED, "1", reason="an illegal address")
-    done("models", "qwen3-30b-a3b:link", gb_s=50.0)
+    done("models", "qwen3-30b-a3b:link", gb_s=50.0, small_gb_s=48.0, kernel_gb_s=45.5)
     grouped = {"token_ms": 5.0, "prefill": {"512": 9000.0}}
     done("models", "qwen3-30b-a3b:transformers", grouped_mm=grouped, eager={"token_ms": 50.0})
     tier = {"ids_ms": 0.1, "launches_ms": 0.2, "stalls_ms": 0.3}
@@ -59,7 +59,7 @@ def test_every_part_has_its_table_and_what_is_missing_its_reason(report, filled)
         "| tier 25% | 20.00 | 10.00 | 10.00 | 2.00 | 50.0% | 0.10 | 0.20 | 0.30 |",
         "| copies 25% | 60.00 |  |  |  | 25.0% |  |  |  |",
         "| transformers grouped_mm | 9000 |",
-        "CUDA graphs in the tier: not built",
+        "Of 32 MiB: 48.0; in 16 parts by a kernel that reads it: 45.5.",
         "| cpu eager | 5.0 | differs after 12 characters |",
         "- kernels, qwen3-30b-a3b:fp8: failed: an illegal address",
     ):
