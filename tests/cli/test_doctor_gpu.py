@@ -48,7 +48,7 @@ def test_what_is_predicted_and_assumed_is_said(cli: Run, folder: Path, home: Pat
         "24 GiB at 1,008 GB/s, of which 70% are assumed, as other engines reach",
         "PCIe 4x16 at 23.6 GB/s, 75% of the data sheet",
         "64 GiB of memory at 60.0 GB/s, disk at 5.00 GB/s",
-        "Python takes 0.68 ms a layer, 0.06 ms where the layer is one graph, and 0.12 ms more if"
+        "Python takes 0.71 ms a layer, 0.03 ms where the layer is one graph, and 0.08 ms more if"
         " experts are missing (0.5 with --co-compute auto)",
         "The pass of a token is one CUDA graph",
         "experts fit in the card's memory",
