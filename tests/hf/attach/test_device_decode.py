@@ -286,11 +286,11 @@ def test_copies_that_were_not_launched_leave_no_expert_behind(monkeypatch, error
         loads = driver.device_steps._loads
         copy = type(loads)._copy
 
-        def fail(self: Any, *arguments: Any) -> int:
+        def fail(self: Any, *arguments: Any) -> Any:
             calls.append(arguments)
             if len(calls) > at:
                 raise error("lost")
-            return int(copy(self, *arguments))
+            return copy(self, *arguments)
 
         with monkeypatch.context() as failing:
             failing.setattr(type(loads), "_copy", fail)

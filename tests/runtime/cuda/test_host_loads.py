@@ -327,6 +327,22 @@ def test_an_interrupt_leaves_slots_that_others_can_write(rig, monkeypatch, at):
     assert rig.expert_in(0) == [7]
 
 
+def test_a_second_interrupt_leaves_no_expert_without_its_bytes(rig, monkeypatch):
+    rig.launch((2, 0, 1))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.copies or rig.loads, "start" if rig.copies else "_copy_each", interrupt)
+        patch.setattr(rig.slots, "mark_computed", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rig.launch((5, 0, 0))
+    rig.table.write_changes()
+    assert rig.expert_in(0) == []
+    assert rig.table.slot_of(5) == -1
+
+
 def test_changes_that_an_interrupt_has_left_are_written_before_copies(rig):
     """Else a list of changes could have an expert twice."""
     rig.launch((2, 0, 1))

@@ -28,7 +28,7 @@ from greenroom.runtime.memory.system import available_bytes, trim_heap
 log = logging.getLogger(__name__)
 
 Mark = Any  # an event in a stream; None is one that has passed
-_FOR_ALL = 1  # cudaHostRegisterPortable: registered for every device
+_FOR_ALL = 1 | 2  # cudaHostRegisterPortable, -Mapped: for every device, also for its kernels
 _SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 

@@ -109,9 +109,9 @@ class HostLoads:
                 end = engine.mark_time()
                 self._host_memory.mark_read(host_slots, end)
             except BaseException:  # some copies may be on their way to slots of no expert
+                table.vacate(loads.slots)  # first: `load` enters experts before their copies
                 self._slots.mark_computed(loads.slots)
                 self._host_memory.mark_read(host_slots, self._slots.last_mark)
-                table.vacate(loads.slots)
                 raise
             self._launched.append(Copies(layer, len(host_slots), nbytes, by_kernel, begin, end))
             launches.compute_loaded()
