@@ -37,6 +37,36 @@ def test_host_memory_is_registered_and_can_be_given_up(engine):
     engine.unregister(whole.ctypes.data)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_kernel_copies_from_registered_memory(engine, captured):
+    """Its list and the sources are read when it runs, also as a graph."""
+    module = pytest.importorskip("greenroom.runtime.kernels.triton.copies", exc_type=ImportError)
+    if not engine.kernels_read_host:
+        pytest.skip("this GPU has other addresses for registered memory")
+    memory = mmap.mmap(-1, 8 * MIB)
+    whole = np.frombuffer(memory, np.int64)
+    assert engine.register(whole.ctypes.data, whole.nbytes) is None
+    slots, copies = DeviceSlots(engine, 2, 4 * MIB, 2), module.ListedCopies(engine, 3)
+    sizes = (7, 4 * MIB // 8 - 20, 1)
+    if captured:
+        copies.capture()
+    for first in (1, 1000):  # the second time at odd places, with other bytes
+        whole[:] = first + np.arange(whole.size)
+        expected = np.zeros(4 * MIB // 8, np.int64)
+        slots.bytes(1).zero_()
+        rows, at = [], 0
+        for size in sizes:
+            source = whole[first + at :][:size]
+            rows += [source.ctypes.data, slots.address(1) + 8 * at, size]
+            expected[at : at + size] = source
+            at += size + 2
+        copies.numbers[:] = [len(sizes), *rows]
+        copies.start()
+        torch.cuda.synchronize()
+        assert np.array_equal(slots.bytes(1).cpu().numpy().view(np.int64), expected)
+    engine.unregister(whole.ctypes.data)
+
+
 def test_what_cannot_be_registered_is_said_and_breaks_nothing(engine):
     memory = mmap.mmap(-1, MIB)
     whole = np.frombuffer(memory, np.uint8)
