@@ -5,15 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import machine
 import numpy as np
 import torch
-from forced import Routing, forced
 from kernel_layers import engine_of
+from playing import Request
 from shapes import Shape
 
 from greenroom.hf.attach.attach import Greenroom
@@ -26,7 +27,6 @@ from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.token_graph import TokenGraph
 from greenroom.runtime.kernels.triton.copies import ListedCopies
 from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
-from greenroom.trace import Trace
 
 PROFILED, TOP = 5, 25  # tokens, and the operations that are named
 TRACE = "trace.json.gz"
@@ -63,44 +63,32 @@ class Bench:
         finally:
             greenroom.detach()
 
-    @contextmanager
-    def playing(self, trace: Trace) -> Iterator[Callable[[int], float]]:
-        """A function that plays a pass of a request and gives its seconds.
+    def player(self, request: Request) -> Callable[[int], float]:
+        """A function that plays a pass of a request and gives its seconds; pass 0 begins it."""
+        placed, keys = replace(request, ids=request.ids.to(self.device)), None
 
-        Where every expert has a slot, routers choose by themselves: the bytes are the same, and
-        a token with hooks is no graph.
-        """
-        greenroom = getattr(self.model, "greenroom", None)  # transformers alone has none
-        free = greenroom is not None and greenroom.driver.all_have_slots
-        routings = forced(self.model, trace, self.names)
-        with nullcontext(Routing(self.model, trace)) if free else routings as routing:
-            for name in ("_experts", "_weights", "_ids"):
-                setattr(routing, name, getattr(routing, name).to(self.device))
-            yield lambda number: self._pass(routing, number)
+        @torch.inference_mode()
+        def play(number: int) -> float:
+            """Seconds of a pass, until the host has its next token."""
+            nonlocal keys
+            tokens = placed.tokens(number)
+            machine.synchronize(self.device)
+            start = time.perf_counter()
+            out = self.model(
+                tokens, past_key_values=keys if number else None, use_cache=True, logits_to_keep=1
+            )
+            out.logits.argmax().item()
+            keys = out.past_key_values
+            return time.perf_counter() - start
 
-    def passes(self, trace: Trace, warm: int = 0) -> list[float]:
+        return play
+
+    def passes(self, request: Request, warm: int = 0) -> list[float]:
         """Seconds of each pass of a request, after its first `warm` passes were played once."""
-        with self.playing(trace) as play:
-            for number in range(warm):
-                play(number)
-            return [play(number) for number in range(trace.passes)]
-
-    @torch.inference_mode()
-    def _pass(self, routing: Routing, number: int) -> float:
-        """Seconds of a pass, until the host has its next token."""
-        first, last = routing.trace.pass_starts[number : number + 2].tolist()
-        if number == 0:
-            routing._cache = None
-        routing._now = slice(first, last)
-        machine.synchronize(self.device)
-        start = time.perf_counter()
-        out = self.model(
-            routing._ids[None, first:last], past_key_values=routing._cache, use_cache=True,
-            logits_to_keep=1,
-        )  # fmt: skip
-        out.logits.argmax().item()
-        routing._cache = out.past_key_values
-        return time.perf_counter() - start
+        play = self.player(request)
+        for number in range(warm):
+            play(number)
+        return [play(number) for number in range(len(request.passes))]
 
 
 @contextmanager
@@ -183,7 +171,7 @@ def tier_copy(bench: Bench, greenroom: Greenroom) -> float:
     return (driver.meter.links[1].nbytes - before) / (time.perf_counter() - start)
 
 
-def profiled(bench: Bench, trace: Trace, warm: int, out: Path) -> dict[str, Any]:
+def profiled(bench: Bench, request: Request, warm: int, out: Path) -> dict[str, Any]:
     """Profile a few tokens after `warm` passes, and write the profiler's trace to a file.
 
     Return the longest operations on the host and on the device.
@@ -191,11 +179,11 @@ def profiled(bench: Bench, trace: Trace, warm: int, out: Path) -> dict[str, Any]
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if bench.device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    with bench.playing(trace) as play:
-        for number in range(warm):
-            play(number)
-        with torch.profiler.profile(activities=kinds) as profiler:
-            times = [play(warm + number) for number in range(PROFILED)]
+    play = bench.player(request)
+    for number in range(warm):
+        play(number)
+    with torch.profiler.profile(activities=kinds) as profiler:
+        times = [play(warm + number) for number in range(PROFILED)]
     profiler.export_chrome_trace(str(out / TRACE))
     averages = profiler.key_averages()
     return {

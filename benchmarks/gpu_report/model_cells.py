@@ -1,7 +1,6 @@
 """Models of a few layers: the tier at several residencies, transformers and plain copies.
 
-Routing is a synthetic trace's, forced upon the routers. All misses of the tier are served from host
-memory, which has read every expert before.
+All misses of the tier are served from host memory, which has read every expert before.
 """
 
 from __future__ import annotations
@@ -87,14 +86,14 @@ class Cells:
         return self._experts
 
     def _decoding(self, bench: Bench) -> Any:
-        return decoding(bench.shape, self._layers, self._warm + self._tokens)
+        return decoding(bench.shape, self._warm + self._tokens)
 
     def _prefills(self, bench: Bench) -> dict[str, float]:
         """Tokens a second of a prompt that is read in blocks, by the size of a block."""
         figures = {}
         for block in self._blocks:
-            trace = prefill(bench.shape, self._layers, self._prompt, block)
-            figures[str(block)] = self._prompt / sum(bench.passes(trace, warm=1))
+            request = prefill(bench.shape, self._prompt, block)
+            figures[str(block)] = self._prompt / sum(bench.passes(request, warm=1))
         return figures
 
     def _transformers(self, bench: Bench) -> dict[str, Any]:
@@ -123,14 +122,13 @@ class Cells:
         config = SchedulerConfig(co_compute="auto" if co_compute else "off")
         with bench.attached(ratio, config=config) as part, clocked(part) as spent:
             speed = tier_copy(bench, part)
-            trace, begin = self._decoding(bench), time.perf_counter()
-            with bench.playing(trace) as play:
-                for number in range(self._warm):
-                    play(number)
-                part.reset_stats()
-                for name in spent:
-                    spent[name] = 0.0
-                times = [play(number) for number in range(self._warm, self._warm + self._tokens)]
+            play, begin = bench.player(self._decoding(bench)), time.perf_counter()
+            for number in range(self._warm):
+                play(number)
+            part.reset_stats()
+            for name in spent:
+                spent[name] = 0.0
+            times = [play(number) for number in range(self._warm, self._warm + self._tokens)]
             stats = part.stats()
             figures: dict[str, Any] = {
                 "token_ms": statistics.median(times) * 1e3,

@@ -1,38 +1,49 @@
-"""Requests that are played to a model: a prompt and decoded tokens, or a prompt in blocks."""
+"""Requests that are played to a model: a prompt and decoded tokens, or a prompt in blocks.
+
+Tokens are random, and routers choose by themselves: a hook that forces their choices would keep
+decoding from using graphs. Every run has the same tokens, so about the same choices.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
-from forced import prepared
+import torch
 from shapes import Shape
-
-from greenroom.config import TopicsConfig
-from greenroom.trace import Trace
-from greenroom.trace.synth import topics
-from greenroom.trace.trace import starts_of
+from torch import Tensor
 
 PROMPT = 16  # tokens that are read at once before any is decoded
+SEED = 0
 
 
-def _request(shape: Shape, layers: int, passes: list[int]) -> Trace:
-    """One request of these passes, in tokens."""
-    options = TopicsConfig(
-        layers=layers, experts=shape.experts, top_k=shape.top_k, tokens=sum(passes), requests=1,
-        topics=1,
-    )  # fmt: skip
-    trace = prepared(topics(options), layers, shape.vocabulary)
-    return replace(
-        trace, pass_starts=starts_of(np.array(passes)), pass_prefill=np.array(passes) > 1
-    )
+@dataclass(frozen=True)
+class Request:
+    """Passes of a request.
+
+    ids: its tokens, [n]
+    passes: tokens of each pass
+    """
+
+    ids: Tensor
+    passes: list[int]
+
+    def tokens(self, number: int) -> Tensor:
+        """Return the tokens of a pass: [1, n]."""
+        first = sum(self.passes[:number])
+        return self.ids[None, first : first + self.passes[number]]
 
 
-def decoding(shape: Shape, layers: int, passes: int) -> Trace:
+def _request(shape: Shape, passes: list[int]) -> Request:
+    ids = np.random.default_rng(SEED).integers(shape.vocabulary, size=sum(passes))
+    return Request(torch.from_numpy(ids), passes)
+
+
+def decoding(shape: Shape, passes: int) -> Request:
     """A request of `passes` passes: a prompt, then one token a pass."""
-    return _request(shape, layers, [PROMPT, *[1] * (passes - 1)])
+    return _request(shape, [PROMPT, *[1] * (passes - 1)])
 
 
-def prefill(shape: Shape, layers: int, tokens: int, block: int) -> Trace:
+def prefill(shape: Shape, tokens: int, block: int) -> Request:
     """A request with a prompt only, in blocks of `block` tokens."""
-    return _request(shape, layers, [block] * (tokens // block))
+    return _request(shape, [block] * (tokens // block))

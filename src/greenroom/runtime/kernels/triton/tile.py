@@ -42,6 +42,16 @@ def _halves(w):
 
 
 @triton.jit
+def _matrix(w, N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr):
+    """Reshape decoded values to [N, K].
+
+    Triton 3.6 moves a reshape that is directly before a product behind the copy to shared memory,
+    where it finds no layout for tiles of four dimensions and ends. So a bitcast is between them.
+    """
+    return tl.reshape(w.to(tl.int16, bitcast=True), (N, K)).to(KIND, bitcast=True)
+
+
+@triton.jit
 def _code(packed, scale, more, flip, BIT: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr,
           ENCODING: tl.constexpr):  # fmt: skip
     """Decode the codes whose highest bit is BIT of the words; rounded to SCALE first."""
@@ -92,7 +102,7 @@ def _runs_tile(codes, scales, others, row, span_n, k, flip, KIND: tl.constexpr,
     N: tl.constexpr = w.shape[0]
     C: tl.constexpr = w.shape[1]
     w = tl.reshape(w, (N, C // RUNS[1], RUNS[1], 4, 2, 4))
-    return tl.reshape(tl.permute(w, (0, 1, 4, 2, 3, 5)), (N, C * 32))
+    return _matrix(tl.permute(w, (0, 1, 4, 2, 3, 5)), N, C * 32, KIND)
 
 
 @triton.jit
@@ -181,5 +191,5 @@ def decode_tile(
             or ENCODING == "iq4_xs"
         ):  # fmt: skip
             w = _halves(w)
-        w = tl.reshape(w, (N, C * CHUNK))
+        w = _matrix(w, N, C * CHUNK, KIND)
     return tl.trans(w)
