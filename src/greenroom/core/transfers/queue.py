@@ -208,6 +208,11 @@ class TransferQueue:
             if entry.piece not in step_pieces:
                 yield link, entry.piece, 1
 
+    def is_moving(self, action: StartChunk) -> bool:
+        """Tell whether a chunk is on its lane: it has neither landed nor failed."""
+        moving = self._on_lanes.get((action.link, action.lane))
+        return moving is not None and moving[1] is action
+
     def lengths(self) -> list[tuple[int, int, int]]:
         """Return each link's numbers of waiting demands, waiting prefetches, and moving chunks."""
         return [

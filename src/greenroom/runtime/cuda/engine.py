@@ -97,8 +97,15 @@ class Engine:
         """Return a context in which the calling thread launches work on a stream."""
         return contextlib.nullcontext()
 
+    def new_stream(self) -> Any:
+        """Return a new stream, for work beside that of all others."""
+        return None
+
     def order(self, before: Any, after: Any) -> None:
         """Have a stream wait for all work that was launched on another one."""
+
+    def wait_on(self, stream: Any, mark: Mark) -> None:
+        """Have a stream wait for a recorded event; the host does not wait."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return a function that launches the same work again, on a GPU as one graph.
@@ -235,9 +242,18 @@ class Cuda(GraphCaptures, Engine):
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
+    def new_stream(self) -> Any:
+        with device_errors():
+            return torch.cuda.Stream(self.device)
+
     def order(self, before: Any, after: Any) -> None:
         with device_errors():
             after.wait_stream(before)
+
+    def wait_on(self, stream: Any, mark: Mark) -> None:
+        if mark is not None:
+            with device_errors():
+                stream.wait_event(mark)
 
     def is_idle(self, stream: Any) -> bool:
         with device_errors():

@@ -32,6 +32,7 @@ from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.slots.tier import ABSENT
 
 UNIT = 64  # bytes, in which offsets of slots are counted
+FEW = 4  # changes of a table that are a launch each; more are one launch, behind a copy
 
 
 class Entries(NamedTuple):
@@ -81,6 +82,7 @@ class SlotTable:
             np.zeros(1, np.int64),
         )  # fmt: skip
         self.listed_copies = 0
+        self._in_step = False  # the device's table is written at its end
 
     def follow_stream(self) -> None:
         """Put changes on the calling thread's stream, behind all work on the one before.
@@ -119,11 +121,26 @@ class SlotTable:
             self._insert_now(expert, slot)
 
     def clear(self, slot: int) -> None:
-        """Remove what a slot contains; a later write to the slot waits for all launched work."""
+        """Remove what a slot contains; a later write waits for all launched work that reads it."""
         with self.lock, self.engine.on_stream(self.stream):
             self.vacate((slot,))
+            if self._in_step:
+                self._slots.mark_older(slot)
+                return
             self.write_changes()
             self.mark(slot)
+
+    def begin_step(self) -> None:
+        """Begin a step that reads slots without this table: no look-up comes before `end_step`."""
+        with self.lock, self.engine.on_stream(self.stream):
+            self.write_changes()
+            self._slots.begin_step()
+        self._in_step = True
+
+    def end_step(self) -> None:
+        """Write the changes of a step, whose copies the stream of look-ups waits for."""
+        self._in_step = False
+        self.write_changes()
 
     def mark(self, slot: int) -> None:
         """Let later copies from or to a slot wait for all launched work."""
@@ -153,14 +170,21 @@ class SlotTable:
         with self.lock:
             self._awaited.pop(slot, None)
             self.insert((expert,), (slot,))
-            self.write_changes()
+            if not self._in_step:
+                self.write_changes()
 
     def write_changes(self) -> None:
         """Write to the device's table what no look-up has written."""
         if self.entries.changed[0]:
             with self.lock, self.engine.on_stream(self.stream):
-                for expert, offset in self.changes.items():
-                    self.offsets[expert].fill_(offset)
+                changes = self.changes
+                if len(changes) < FEW:
+                    for expert, offset in changes.items():
+                        self.offsets[expert].fill_(offset)
+                else:
+                    numbers = torch.tensor([[*changes], [*changes.values()]])
+                    experts, offsets = self.engine.copy_to_device(numbers)
+                    self.offsets.index_copy_(0, experts, offsets)
                 self.entries.changed[0] = 0
 
     def hand_over(self, numbers: Ints, before: int) -> int:

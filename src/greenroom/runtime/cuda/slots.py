@@ -64,6 +64,8 @@ class DeviceSlots(SlotPool):
         self._first_slots: list[int] = []  # the first slot of each segment
         self._marks: dict[int, Mark] = {}  # behind the last group that reads each slot
         self.last_mark: Mark = None
+        self._step_mark: Mark = None
+        self._marked_slots = set[int]()  # since `begin_step`
         self._marked: Any = engine.current_stream()  # the stream of the last mark
         self._marking = threading.Lock()
         # By thread and stream: bytes before they are rearranged.
@@ -106,6 +108,26 @@ class DeviceSlots(SlotPool):
         """
         with self._marking:
             self._marks.update(dict.fromkeys(slots, self._mark()))
+            self._marked_slots.update(slots)
+
+    def begin_step(self) -> None:
+        """Record an event for `mark_older`, before the groups of a step."""
+        with self._marking:
+            self._step_mark = self._mark()
+            self._marked_slots.clear()
+
+    def mark_older(self, slot: int) -> None:
+        """Let later writes to a slot wait for work before this step, and its groups that read it.
+
+        They need not wait for other groups of the step, as after `mark_computed`.
+        """
+        with self._marking:
+            if slot not in self._marked_slots:
+                self._marks[slot] = self._step_mark
+
+    def mark_of(self, slot: int) -> Mark:
+        """Return the event that writes to a slot wait for."""
+        return self._marks.get(slot)
 
     def _mark(self) -> Mark:
         """Record an event on the current stream, behind all events that were recorded before."""

@@ -17,9 +17,7 @@ from greenroom.core.events import (
     Computed,
     ComputeGroup,
     Event,
-    Failed,
     Finish,
-    Landed,
     Move,
     Resized,
     Routed,
@@ -36,10 +34,12 @@ from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver.action_queue import ActionQueue
 from greenroom.runtime.driver.copier import Copier, Failure, Store, read_error
+from greenroom.runtime.driver.deliveries import Deliveries
 from greenroom.runtime.driver.device_steps import DeferredSteps, DeviceSteps
 from greenroom.runtime.driver.fair_lock import FairLock
 from greenroom.runtime.driver.host_worker import HostWorker, Job
 from greenroom.runtime.driver.meter import Meter, stall_cause
+from greenroom.runtime.driver.ordered_copies import OrderedCopies
 from greenroom.runtime.driver.passes import Passes
 from greenroom.runtime.driver.predictions import Predictions
 from greenroom.runtime.driver.slot_changes import SlotChanges
@@ -85,14 +85,15 @@ class Driver:
         self._actions = ActionQueue()
         self.lock, self._changed = self._actions.lock, self._actions.changed
         self.step_lock = FairLock()
-        self._error: Failure | None = None  # of the current step
+        self.error: Failure | None = None  # of the current step
         self._overlapped_work: Callable[[], object] | None = None
         self.passes = Passes(self.meter, pieces.layers)
-        self._chunk_starts: dict[tuple[int, int], float] = {}  # time by (link, lane)
         loads = None
         if slot_table is not None and host_memory is not None:
             assert isinstance(slots, DeviceSlots)
             loads = HostLoads(store.chunks, slots, host_memory, slot_table)
+        is_moving = scheduler.transfers.queue.is_moving
+        self._ordered = OrderedCopies(store, slots, host_memory, slot_table, is_moving)
         self.device_steps = DeviceSteps(self, self._actions, loads, self._handle)
         self.deferred = DeferredSteps(self.device_steps.serve)
         self._host: HostWorker | None = None
@@ -102,7 +103,8 @@ class Driver:
                     opened.callback(each.close)
             if any(option.uses_host for option in scheduler.options):
                 self._host = opened.enter_context(contextlib.closing(HostWorker(self.meter)))
-            self._copier = Copier(store, slots, lanes, self._on_delivery, host_memory)
+            self._deliveries = Deliveries(self, self._actions, self._handle_locked)
+            self._copier = Copier(store, slots, lanes, self._deliveries.arrive, host_memory)
             opened.callback(self._copier.close)
             self.predictions = Predictions(
                 foresight, guard, self._actions, self.meter, lambda: self.all_have_slots,
@@ -191,19 +193,22 @@ class Driver:
                 finally:
                     self._unpin()
                 return
-            self._overlapped_work, self._error = overlapped_work, None
+            self._overlapped_work, self.error = overlapped_work, None
             misses = self.scheduler.view.misses
             self.predictions.reached(passes.number, layer)
             try:
+                if self.timeline is None:  # which has the times of chunks
+                    self._ordered.begin()
                 self._handle(event)
                 self.miss_counts[layer] += self.scheduler.view.misses - misses
                 self.predictions.routed(layer, observe_routing)
                 action = self._compute(layer, compute, prepare_host_job)
+                self._end_copies()
             except BaseException:
                 self._abandon()
                 raise
             if action.failed >= 0:
-                raise self._error or read_error(action.failed)
+                raise self.error or read_error(action.failed)
 
     def _resident_slots(self, event: Routed) -> np.ndarray | None:
         """Serve a step without events and pin its experts; return their slots, or None."""
@@ -232,6 +237,7 @@ class Driver:
     def _compute_group(self, group: ComputeGroup, compute: ComputeExperts, *arguments: Any) -> None:
         """Compute a group of the current layer, and record its time."""
         begin = time.perf_counter()
+        self._ordered.join(group.slots.tolist())
         compute(*arguments)
         if not self.passes.prefill:
             self.meter.computed_s += time.perf_counter() - begin
@@ -330,12 +336,14 @@ class Driver:
                 self._actions.put(action)
             case StartChunk():
                 self.changes.begin(action)
-                self.meter.links[action.link].chunk_started(now)
-                self._chunk_starts[action.link, action.lane] = now
-                self._copier.start(action)
+                self._deliveries.begin(action, now)
+                if not self._ordered.take(action):
+                    self._copier.start(action)
             case Move():
+                self._ordered.settle()
                 self.changes.move(action)
             case Trim():
+                self._ordered.settle()
                 self.changes.trim(action)
                 self._changed.notify_all()
 
@@ -343,6 +351,8 @@ class Driver:
         if self._overlapped_work is not None and not self._actions:
             work, self._overlapped_work = self._overlapped_work, None
             work()
+        with self.lock:
+            self._ordered.launch(self._deliveries.handle)
         if self._actions:  # only this thread takes actions, so it needs no lock
             return self._actions.popleft()
         with self.lock:
@@ -355,30 +365,6 @@ class Driver:
                     timeline.add_stall(self.passes.layer, cause, begin, end)
             return self._actions.popleft()
 
-    def _on_delivery(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
-        """Handle a chunk of an expert that arrived or failed, in a copier's thread."""
-        with self.lock:
-            if self._actions.broken is None:
-                try:
-                    self._handle_delivery(action, nbytes, error)
-                except BaseException as exception:  # it must reach the threads that wait
-                    self._actions.mark_broken(exception)
-
-    def _handle_delivery(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
-        now = time.perf_counter()
-        self.meter.links[action.link].chunk_ended(now, nbytes)
-        if (timeline := self.timeline) is not None:
-            begin = self._chunk_starts[action.link, action.lane]
-            timeline.add_chunk(self.links[action.link], action, begin, now)
-        if error is None:
-            self.changes.land(action, len(self.links) - 1)
-            self._handle_locked(Landed(action.lane, action.piece, action.link))
-        else:
-            step = self.scheduler.step
-            if step is not None and action.piece in step.missing:
-                self._error = self._error or error
-            self._handle_locked(Failed(action.lane, action.piece, action.link))
-
     def _abandon(self) -> None:
         """Abandon the current step; wait for its reads and host job, which cannot be cancelled."""
         if self._host is not None:
@@ -389,9 +375,18 @@ class Driver:
             self.scheduler.resident_steps.abandon()
             if self.scheduler.step is not None and self._actions.broken is None:
                 self._handle_locked(Cancelled())
+            self._end_copies()
+            if self.scheduler.step is not None and self._actions.broken is None:
                 while not self._actions and self._actions.broken is None:
                     self._changed.wait()
             self._actions.clear()
+
+    def _end_copies(self) -> None:
+        """Launch the copies that the step has left, and have later work wait for all of them."""
+        with self.lock:
+            broken = self._actions.broken is not None
+            self._ordered.end(None if broken else self._deliveries.handle)
+            self.meter.add_stall(self.passes.layer, "miss", self._ordered.take_seconds())
 
     def close(self) -> None:
         """End the expert driver's threads and free its slots, after the current step."""
