@@ -129,6 +129,7 @@ class _LayerStep:
             overlapped_work=self._overlapped_work,
             prepare_host_job=None if self.device_only or not missing else prepare_host_job,
             computed=[e for e in experts.tolist() if e not in missing] if missing else (),
+            by_table=True,
         )
         if self._share is not None:
             self._share.merge_into(launches, self.report)

@@ -92,8 +92,7 @@ class Driver:
         if slot_table is not None and host_memory is not None:
             assert isinstance(slots, DeviceSlots)
             loads = HostLoads(store.chunks, slots, host_memory, slot_table)
-        is_moving = scheduler.transfers.queue.is_moving
-        self._ordered = OrderedCopies(store, slots, host_memory, slot_table, is_moving)
+        self._ordered = OrderedCopies(store, slots, host_memory, slot_table, scheduler)
         self.device_steps = DeviceSteps(self, self._actions, loads, self._handle)
         self.deferred = DeferredSteps(self.device_steps.serve)
         self._host: HostWorker | None = None
@@ -159,6 +158,7 @@ class Driver:
         overlapped_work: Callable[[], object] | None = None,
         prepare_host_job: PrepareHostJob | None = None,
         computed: Collection[int] = (),
+        by_table: bool = False,
     ) -> None:
         """Fetch and compute the experts that one MoE layer's tokens chose.
 
@@ -170,6 +170,7 @@ class Driver:
         observe_routing: returns the routing for the predictor, with the router's inputs if true
         overlapped_work: called at most once, when the step would otherwise wait
         prepare_host_job: makes a job from (experts, slots) for the host processor's thread
+        by_table: `compute` reads the device's table of slots
 
         Raises StoreError or DeviceError; the cache stays usable, also if `compute` raises."""
         self.deferred.settle()
@@ -197,7 +198,7 @@ class Driver:
             misses = self.scheduler.view.misses
             self.predictions.reached(passes.number, layer)
             try:
-                if self.timeline is None:  # which has the times of chunks
+                if self.timeline is None and not by_table:  # a timeline has chunks' times
                     self._ordered.begin()
                 self._handle(event)
                 self.miss_counts[layer] += self.scheduler.view.misses - misses
@@ -351,8 +352,11 @@ class Driver:
         if self._overlapped_work is not None and not self._actions:
             work, self._overlapped_work = self._overlapped_work, None
             work()
-        with self.lock:
-            self._ordered.launch(self._deliveries.handle)
+        while self._ordered.launches:  # a batch; the next one when the thread has nothing else
+            with self.lock:
+                self._ordered.launch(self._deliveries.handle)
+            if self._actions:
+                break
         if self._actions:  # only this thread takes actions, so it needs no lock
             return self._actions.popleft()
         with self.lock:

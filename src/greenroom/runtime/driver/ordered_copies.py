@@ -5,6 +5,10 @@ scheduler a chunk lands when its copy is launched: no thread waits for it, since
 the expert wait on the device. So a prompt, which copies hundreds of experts, needs neither the
 lanes' threads nor Python's lock for each chunk.
 
+Nothing in such a step reads the device's table of slots, which names experts whose copies are under
+way. So a token that a device looks up there has its copies by the lanes, or on its own stream
+(`host_loads.py`).
+
 The scheduler decides as if links were fast. At most `WINDOW` copies are under way, so the times
 that it measures are those of the link.
 """
@@ -18,6 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from greenroom.core.events import StartChunk
+from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import DeviceError, StoreError
 from greenroom.runtime.cuda.engine import Mark
 from greenroom.runtime.cuda.host import HostMemory
@@ -43,13 +48,10 @@ class OrderedCopies:
         slots: Any,
         host_memory: HostMemory | None,
         table: SlotTable | None,
-        is_moving: Callable[[StartChunk], bool],
+        scheduler: Scheduler,
     ) -> None:
-        """Copy chunks of `store`; without host memory or a table of slots, none is taken.
-
-        is_moving: tells whether the scheduler awaits a chunk
-        """
-        self._store, self._is_moving = store, is_moving
+        """Copy chunks of `store`; without host memory or a table of slots, none is taken."""
+        self._store, self._is_moving = store, scheduler.transfers.queue.is_moving
         self._taken = dict[int, StartChunk]()  # by lane
         self._thread = 0  # of the step under way; 0: no step, or none that takes copies
         self._ends = True  # it takes no more
@@ -99,11 +101,15 @@ class OrderedCopies:
 
         Each is delivered when it is launched. The driver's lock is held.
         """
-        if self._taken:
-            nbytes = 0
-            with self._used[2].engine.on_stream(self._stream):
-                while self._taken and nbytes < BATCH_BYTES:
-                    nbytes += self._launch(next(iter(self._taken.values())), deliver)
+        nbytes = 0
+        with self._used[2].engine.on_stream(self._stream):
+            while self._taken and nbytes < BATCH_BYTES:
+                nbytes += self._launch(next(iter(self._taken.values())), deliver)
+
+    @property
+    def launches(self) -> bool:
+        """Tell whether chunks were taken that `launch` has yet to launch."""
+        return bool(self._taken)
 
     def _launch(self, action: StartChunk, deliver: Deliver) -> int:
         """Launch a chunk's copy and deliver it; return its bytes."""
@@ -169,7 +175,7 @@ class OrderedCopies:
                 action = next(iter(self._taken.values()))
                 if deliver is not None and self._is_moving(action):
                     self._launch(action, deliver)
-                else:  # an interrupt came behind its delivery
+                else:  # nobody awaits it, as after an interrupt behind its delivery
                     del self._taken[action.lane]
         self.settle()
         self._thread = 0
