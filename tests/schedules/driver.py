@@ -32,7 +32,7 @@ CHUNK_BYTES = 4096  # three chunks an expert
 TRACED = tuple(
     f"greenroom.runtime.driver.{name}"
     for name in ("driver", "copier", "action_queue", "change_signal", "fair_lock", "host_worker",
-                 "prediction_worker", "predictions", "device_steps", "disk_turns")
+                 "prediction_worker", "predictions", "device_steps", "ordered_copies")
 )  # fmt: skip
 Step = tuple[int, tuple[int, ...]]
 

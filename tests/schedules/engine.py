@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from greenroom.config import ServeConfig
 from greenroom.core.events import Idle
 from greenroom.errors import ClosedError, StoreError
-from greenroom.runtime.driver.disk_turns import DiskTurns
+from greenroom.runtime.store.disk_turns import DiskTurns
 from greenroom.server.engine import loop, snapshot
 from greenroom.server.engine.loop import ContinuousEngine, LoadedModel
 from greenroom.server.engine.prompts.store import PromptStore

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
-from greenroom.runtime.driver.disk_turns import DiskTurns
+from greenroom.runtime.store.disk_turns import DiskTurns
 from greenroom.server.engine.prefixes import Ids, PrefixEntry, as_ids
 from greenroom.server.engine.prompts.folder import PromptFolder
 from greenroom.server.engine.prompts.store import PromptLoad, PromptStore
@@ -170,7 +170,7 @@ TRACED = tuple(f"greenroom.server.engine.prompts.{name}" for name in ("store", "
 PROMPTS = Scenario(
     "prompts",
     _play,
-    (*TRACED, "greenroom.runtime.driver.disk_turns"),
+    (*TRACED, "greenroom.runtime.store.disk_turns"),
     ("PromptStore._next",),
     length=600,
 )

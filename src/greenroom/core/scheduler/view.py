@@ -18,6 +18,7 @@ from greenroom.core.cache.reshape import check_new_devices, check_new_scope
 from greenroom.core.cache.scope import Scope
 from greenroom.core.cache.state import pool_sizes
 from greenroom.core.counts import Counts
+from greenroom.core.events import StartChunk
 from greenroom.core.pieces import Ints
 from greenroom.core.plan import Flags, TransferStatus
 from greenroom.core.policy import Arrays
@@ -148,6 +149,10 @@ class StateView:
     def demands(self) -> int:
         """The number of transfers under way that a step waits for."""
         return self._transfers.queue.demands
+
+    def is_moving(self, action: StartChunk) -> bool:
+        """Tell whether a chunk is on its lane: it has neither landed nor failed."""
+        return self._transfers.queue.is_moving(action)
 
     def expert_states(self) -> Ints:
         """Return the state of each expert: absent, in flight, prefetched or resident.

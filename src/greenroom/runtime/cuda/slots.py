@@ -117,9 +117,10 @@ class DeviceSlots(SlotPool):
             self._marked_slots.clear()
 
     def mark_older(self, slot: int) -> None:
-        """Let later writes to a slot wait for work before this step, and its groups that read it.
+        """Let later writes to a slot wait for all work before this step.
 
-        They need not wait for other groups of the step, as after `mark_computed`.
+        They also wait for groups of the step that read the slot, but for no others, as after
+        `mark_computed`.
         """
         with self._marking:
             if slot not in self._marked_slots:

@@ -33,8 +33,7 @@ from greenroom.runtime.cuda.host_loads import HostLoads
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver.action_queue import ActionQueue
-from greenroom.runtime.driver.copier import Copier, Failure, Store, read_error
-from greenroom.runtime.driver.deliveries import Deliveries
+from greenroom.runtime.driver.copier import Copier, Deliveries, Failure, Store, read_error
 from greenroom.runtime.driver.device_steps import DeferredSteps, DeviceSteps
 from greenroom.runtime.driver.fair_lock import FairLock
 from greenroom.runtime.driver.host_worker import HostWorker, Job
@@ -48,6 +47,7 @@ from greenroom.runtime.slots.resident_tables import ResidentTables, SlotTables
 from greenroom.runtime.slots.tier import Tier
 
 ComputeExperts = Callable[..., None]  # (experts, slots), or (experts, slots, part) of split experts
+Observe = Callable[[bool], LayerRouting]  # see `step`
 PrepareHostJob = Callable[[np.ndarray, np.ndarray], Job]  # (experts, slots of host memory)
 
 
@@ -154,7 +154,7 @@ class Driver:
         weights: np.ndarray | None = None,
         *,
         tail_weights: np.ndarray | None = None,
-        observe_routing: Callable[[bool], LayerRouting] | None = None,
+        observe_routing: Observe | None = None,
         overlapped_work: Callable[[], object] | None = None,
         prepare_host_job: PrepareHostJob | None = None,
         computed: Collection[int] = (),
@@ -192,17 +192,12 @@ class Driver:
                     self.predictions.observe(passes.number, layer, observe_routing)
                     self._compute_group(ComputeGroup(pieces, slots), compute, experts, slots)
                 finally:
-                    self._unpin()
+                    with self.lock:
+                        self.scheduler.resident_steps.unpin()
                 return
             self._overlapped_work, self.error = overlapped_work, None
-            misses = self.scheduler.view.misses
-            self.predictions.reached(passes.number, layer)
             try:
-                if self.timeline is None and not by_table:  # a timeline has chunks' times
-                    self._ordered.begin()
-                self._handle(event)
-                self.miss_counts[layer] += self.scheduler.view.misses - misses
-                self.predictions.routed(layer, observe_routing)
+                self._request(event, observe_routing, in_order=not by_table)
                 action = self._compute(layer, compute, prepare_host_job)
                 self._end_copies()
             except BaseException:
@@ -211,15 +206,21 @@ class Driver:
             if action.failed >= 0:
                 raise self.error or read_error(action.failed)
 
+    def _request(self, event: Routed, observe_routing: Observe | None, *, in_order: bool) -> None:
+        """Request a step's experts from the scheduler, and tell the predictor of the choice."""
+        if in_order and self.timeline is None:  # which has the times of chunks
+            self._ordered.begin()
+        layer, misses = event.layer, (view := self.scheduler.view).misses
+        self.predictions.reached(event.step, layer)
+        self._handle(event)
+        self.miss_counts[layer] += view.misses - misses
+        self.predictions.routed(layer, observe_routing)
+
     def _resident_slots(self, event: Routed) -> np.ndarray | None:
         """Serve a step without events and pin its experts; return their slots, or None."""
         with self.lock:
             residents, predicts = self.scheduler.resident_steps, self.predictions.predicts
             return None if predicts else residents.serve_pinned(event, time.perf_counter())
-
-    def _unpin(self) -> None:
-        with self.lock:
-            self.scheduler.resident_steps.unpin()
 
     def _compute(
         self, layer: int, compute: ComputeExperts, prepare_host_job: PrepareHostJob | None
@@ -388,8 +389,7 @@ class Driver:
     def _end_copies(self) -> None:
         """Launch the copies that the step has left, and have later work wait for all of them."""
         with self.lock:
-            broken = self._actions.broken is not None
-            self._ordered.end(None if broken else self._deliveries.handle)
+            self._ordered.end(None if self._actions.broken else self._deliveries.handle)
             self.meter.add_stall(self.passes.layer, "miss", self._ordered.take_seconds())
 
     def close(self) -> None:

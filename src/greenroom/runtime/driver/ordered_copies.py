@@ -1,4 +1,4 @@
-"""Copies of a step's experts from host memory, launched by the thread that computes the step.
+"""Copies of a step's experts from host memory, launched by the step's own thread.
 
 They go to a stream of their own, in the order in which the scheduler starts them, and for the
 scheduler a chunk lands when its copy is launched: no thread waits for it, since groups that read
@@ -40,7 +40,10 @@ Deliver = Callable[[StartChunk, int, "Failure | None"], None]
 
 
 class OrderedCopies:
-    """Copies from host memory to slots, launched by the thread of a step, which has its lock."""
+    """Copies from host memory to slots, launched by a step's thread.
+
+    The thread has the lock of steps.
+    """
 
     def __init__(
         self,
@@ -51,8 +54,8 @@ class OrderedCopies:
         scheduler: Scheduler,
     ) -> None:
         """Copy chunks of `store`; without host memory or a table of slots, none is taken."""
-        self._store, self._is_moving = store, scheduler.transfers.queue.is_moving
-        self._taken = dict[int, StartChunk]()  # by lane
+        self._store, self._is_moving = store, scheduler.view.is_moving
+        self._waiting = dict[int, StartChunk]()  # by lane
         self._thread = 0  # of the step under way; 0: no step, or none that takes copies
         self._ends = True  # it takes no more
         self._arrived = dict[int, tuple[int, Mark]]()  # by slot, in this step: number, its mark
@@ -75,7 +78,7 @@ class OrderedCopies:
     def take(self, action: StartChunk) -> bool:
         """Take a chunk whose copy this thread can launch; `launch` does."""
         if self._can_launch(action):
-            self._taken[action.lane] = action
+            self._waiting[action.lane] = action
             return True
         if self._arrived.pop(action.slot, None) is not None:  # it follows a copy to the slot
             table = self._used[2]
@@ -97,19 +100,19 @@ class OrderedCopies:
         return self._parts
 
     def launch(self, deliver: Deliver) -> None:
-        """Launch a batch of the copies that were taken, and of those that they let begin.
+        """Launch a batch of the copies that were taken.
 
-        Each is delivered when it is launched. The driver's lock is held.
+        Each is delivered when it is launched, which lets others begin. The driver's lock is held.
         """
         nbytes = 0
         with self._used[2].engine.on_stream(self._stream):
-            while self._taken and nbytes < BATCH_BYTES:
-                nbytes += self._launch(next(iter(self._taken.values())), deliver)
+            while self._waiting and nbytes < BATCH_BYTES:
+                nbytes += self._launch(next(iter(self._waiting.values())), deliver)
 
     @property
     def launches(self) -> bool:
         """Tell whether chunks were taken that `launch` has yet to launch."""
-        return bool(self._taken)
+        return bool(self._waiting)
 
     def _launch(self, action: StartChunk, deliver: Deliver) -> int:
         """Launch a chunk's copy and deliver it; return its bytes."""
@@ -134,8 +137,8 @@ class OrderedCopies:
         except (DeviceError, StoreError) as failure:
             error = failure
         deliver(action, nbytes, error)
-        if self._taken.get(action.lane) is action:  # no other chunk has the lane
-            del self._taken[action.lane]
+        if self._waiting.get(action.lane) is action:  # no other chunk has the lane
+            del self._waiting[action.lane]
         return nbytes
 
     def join(self, slots: Iterable[int]) -> None:
@@ -171,12 +174,12 @@ class OrderedCopies:
             return
         self._ends = True
         with self._used[2].engine.on_stream(self._stream):
-            while self._taken:
-                action = next(iter(self._taken.values()))
+            while self._waiting:
+                action = next(iter(self._waiting.values()))
                 if deliver is not None and self._is_moving(action):
                     self._launch(action, deliver)
                 else:  # nobody awaits it, as after an interrupt behind its delivery
-                    del self._taken[action.lane]
+                    del self._waiting[action.lane]
         self.settle()
         self._thread = 0
 

@@ -19,8 +19,8 @@ import pytest
 
 from greenroom.hf.kv.sizes import kv_bytes
 from greenroom.hf.model.skeleton import ModelSkeleton
-from greenroom.runtime.driver.disk_turns import DiskTurns
 from greenroom.runtime.store.disk import CHUNK_BYTES
+from greenroom.runtime.store.disk_turns import DiskTurns
 from greenroom.server.engine.journal import DISK, Journal, PrefixReuse
 from greenroom.server.engine.prefixes import PrefixEntry, as_ids
 from greenroom.server.engine.prompts import folder as prompt_folder

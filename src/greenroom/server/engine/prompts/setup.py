@@ -10,8 +10,8 @@ from greenroom.config import Amount, ServeConfig
 from greenroom.errors import UnsupportedModel
 from greenroom.hf.kv.stored import refusal_reason, window_lengths
 from greenroom.hf.mtp.layer import mtp_layer_of
-from greenroom.runtime.driver.disk_turns import DiskTurns
 from greenroom.runtime.store.disk import CHUNK_BYTES
+from greenroom.runtime.store.disk_turns import DiskTurns
 from greenroom.server.engine.prompts.folder import MOST_FILES, PromptFolder
 from greenroom.server.engine.prompts.model_key import model_key
 from greenroom.server.engine.prompts.store import PromptStore

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from greenroom.errors import OutputError
 from greenroom.hf.kv.stored import StoredBlock, copy_in, copy_out, tensors_of, token_range
-from greenroom.runtime.driver.disk_turns import DiskTurns
+from greenroom.runtime.store.disk_turns import DiskTurns
 from greenroom.server.engine.prefixes import Ids, PrefixEntry
 from greenroom.server.engine.prompts.folder import Match, PromptFolder
 from greenroom.server.engine.prompts.segment import Segment, checksum, root_of

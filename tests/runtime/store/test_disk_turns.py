@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from greenroom.runtime.driver import disk_turns
-from greenroom.runtime.driver.disk_turns import DiskTurns
+from greenroom.runtime.store import disk_turns
+from greenroom.runtime.store.disk_turns import DiskTurns
 
 
 class View:
