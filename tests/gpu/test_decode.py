@@ -120,3 +120,27 @@ def test_a_decode_pass_waits_for_no_operation(name, cache):
     finally:
         torch.cuda.set_sync_debug_mode("default")
         model.greenroom.detach()
+
+
+@pytest.mark.parametrize("prefetch", ["off", "auto"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_prompts_have_the_same_bits_while_their_experts_are_copied(name, prefetch):
+    """Copies are launched in order from host memory; tokens between two prompts change the cache."""
+    folder, found = str(cached_tiny(name, dtype="bfloat16", tokenizer=True)), []
+    drawn = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(3, 300, (1, n), generator=drawn).cuda() for n in (7, 60, 9, 200, 33)]
+    for cache in ("100%", "25%"):
+        model, _ = greenroom.load(
+            folder, device="cuda", cache=cache, prefetch=prefetch, kernels="triton",
+            host_memory="auto",
+        )  # fmt: skip
+        try:
+            with torch.inference_mode():
+                for ids in [*prompts, *prompts]:
+                    out = model(ids, use_cache=True)
+                    after = model(ids[:, :1], past_key_values=out.past_key_values, use_cache=True)
+                    found += [out.logits, after.logits]
+        finally:
+            model.greenroom.detach()
+    half = len(found) // 2
+    assert all(map(torch.equal, found[:half], found[half:]))
