@@ -125,7 +125,7 @@ def test_a_decode_pass_waits_for_no_operation(name, cache):
 @pytest.mark.parametrize("prefetch", ["off", "auto"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_prompts_have_the_same_bits_while_their_experts_are_copied(name, prefetch):
-    """Copies are launched in order from host memory; tokens between two prompts change the cache."""
+    """Copies are in order, from host memory; tokens between two prompts change the cache."""
     folder, found = str(cached_tiny(name, dtype="bfloat16", tokenizer=True)), []
     drawn = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, 300, (1, n), generator=drawn).cuda() for n in (7, 60, 9, 200, 33)]
