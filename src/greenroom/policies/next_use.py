@@ -163,7 +163,7 @@ def _recall(state: NextUseState, layer: int, experts: int) -> None:
     total = state.prompt_steps[layer] + state.prior_tokens
     for i in range(experts):
         uses = state.prior[layer, i] * state.level[layer] + state.uses[layer, i]
-        state.memory.share[i] = uses / total
+        state.memory.share[i] = np.divide(uses, total)
     next_use_memory.recall(state.memory, layer, experts)
     for i in range(experts):
         state.current[RECALLED, layer, i] = state.memory.term[i]

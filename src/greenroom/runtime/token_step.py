@@ -42,14 +42,19 @@ def token_step(
 
 
 def serve_token(
-    binding: Binding, launches: Any, overlapped_work: Callable[[], object] | None = None
+    binding: Binding,
+    launches: Any,
+    overlapped_work: Callable[[], object] | None = None,
+    then: Callable[[], None] | None = None,
 ) -> bool:
     """Read what a token's launched look-up has found, and launch the experts that it misses.
+
+    then: launches the token's next work; called behind these launches, if at once
 
     Returns whether any was missing. If none was, the scheduler observes the step later.
     """
     driver = binding.driver
-    deferred = driver.deferred
+    deferred = driver.deferred  # of this thread
     if driver.scheduler.resident_steps.path is None:  # else steps are served together
         deferred.settle()
     step = _LayerStep(binding, launches, overlapped_work)
@@ -57,7 +62,7 @@ def serve_token(
         deferred.add(step)
         return False
     deferred.settle()
-    if not driver.device_steps.load(step):
+    if not driver.device_steps.load(step, then):
         step.serve()
     step.note()  # the device need not wait for it
     return True

@@ -39,13 +39,15 @@ def loads(*experts: tuple[int, int, int]) -> Any:
 class Rig:
     def __init__(self) -> None:
         self.plans, self.entries = CopyPlans(HOST_SLOTS, MOST_COPIES), entries()
-        self.copies = np.full(1 + 3 * 2 * MOST_COPIES, -7)
+        self.copies, self.changes = np.full(1 + 3 * 2 * MOST_COPIES, -7), np.full(8, -7)
 
     def load(self, *experts: tuple[int, int, int]) -> int:
-        return self.plans.load(loads(*experts), self.entries, ADDRESSES, self.copies)
+        lists = self.copies, self.changes
+        return self.plans.load(loads(*experts), self.entries, ADDRESSES, *lists)
 
     def check_unchanged(self) -> None:
         assert (self.copies == -7).all()
+        assert (self.changes == -7).all()
         for before, after in zip(entries(), self.entries, strict=True):
             assert np.array_equal(before, after)
 
@@ -71,6 +73,16 @@ def test_copies_of_experts_are_listed_one_after_another(rig):
     assert rig.entries.expert_in[[1, 3]].tolist() == [7, 2]
     assert rig.entries.changes[:2].tolist() == [[7, (4096 - (1 << 20)) // 64], [2, 10]]
     assert rig.entries.changed[0] == 2
+    assert rig.changes.tolist() == [7, (4096 - (1 << 20)) // 64, 2, 10, -1, -7, -1, -7]
+
+
+def test_changes_of_before_are_handed_over_too_while_there_is_room(rig):
+    """An interrupt has left them, before a look-up that would have written them."""
+    rig.plans.add(3, plan((0, 16)))
+    rig.entries.changes[:2], rig.entries.changed[0] = [[5, 70], [9, ABSENT]], 2
+    assert rig.load((7, 1, 3)) == 1000
+    assert rig.changes.tolist() == [5, 70, 9, ABSENT, 7, (4096 - (1 << 20)) // 64, -1, -7]
+    assert rig.load((2, 1, 3)) == UNLISTED  # 7 goes, and 2 comes: they may need two more
 
 
 def test_an_expert_without_a_plan_changes_nothing(rig):
@@ -129,15 +141,18 @@ def test_entries_are_those_of_a_table_that_is_changed_expert_by_expert(steps, wr
     plans, ours = CopyPlans(HOST_SLOTS, MOST_COPIES), entries()
     plans.add(0, plan((0, 8)))
     table, device, copies = dict[int, int](), dict[int, int](), np.zeros(1 + 3 * 12, np.int64)
+    listed = np.zeros(2 * (EXPERTS + 8), np.int64)
     for step, write in zip(steps, written, strict=False):
         numbers = loads(*((expert, slot, 0) for expert, slot in step))
-        assert plans.load(numbers, ours, ADDRESSES, copies) == 1000 * len(step)
+        assert plans.load(numbers, ours, ADDRESSES, copies, listed) == 1000 * len(step)
         slots = [slot for _, slot in step]
         table = {e: s for e, s in table.items() if s not in slots} | dict(step)
         assert {e: int(s) for e, s in enumerate(ours.slot_of) if s >= 0} == table
         assert all(ours.expert_in[slot] == expert for expert, slot in table.items())
         changes = ours.changes[: ours.changed[0]].tolist()
         assert len({expert for expert, _ in changes}) == len(changes)
+        assert listed.reshape(-1, 2)[: len(changes)].tolist() == changes
+        assert (listed[2 * len(changes) :: 2] == -1).all()
         if write:
             device |= dict(changes)
             ours.changed[0] = 0

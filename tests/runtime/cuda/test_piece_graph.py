@@ -58,6 +58,10 @@ class Launches:
         piece()
         return torch.zeros(1)
 
+    def launch_piece(self, piece: Callable[[], None]) -> None:
+        self._say("behind loads, to")
+        piece()
+
     def capture_again(self) -> None:
         self._say("second look-up of")
 
@@ -71,7 +75,7 @@ class Launches:
 
 class Rig:
     def __init__(self, engine: type[Engine] = Graphs) -> None:
-        self.did, self.launching = list[str](), False
+        self.did, self.launching, self.misses = list[str](), False, set[int]()
         self.engine: Any = engine(self.did) if engine is Graphs else engine()
         parts = self.engine, LAYERS, LAYERS, 2, 8, torch.zeros(1, 1, 4), None
         self.graph = PieceGraph(*parts, launch=self.launch, serve=self.serve)
@@ -83,9 +87,11 @@ class Rig:
         self.launching = False
         return result
 
-    def serve(self, layer: int, launches: Any) -> None:
+    def serve(self, layer: int, launches: Any, then: Callable[[], None] | None) -> None:
         assert not self.launching  # it may wait for other threads
         self.did.append(f"serve {layer}")
+        if layer in self.misses and then is not None:
+            then()
 
     def decode(self) -> Tensor:
         x = torch.ones(1, 4)
@@ -111,6 +117,46 @@ def test_layers_are_served_between_pieces():
     ]  # fmt: skip
     rig.graph.replay(rig.decode)
     assert rig.take() == ["piece 0", "serve 0", "piece 1", "serve 1", "piece 2"]
+
+
+@pytest.mark.parametrize(
+    ("misses", "expected"),
+    [
+        ({0}, ["piece 0", "serve 0", "behind loads, to 1", "piece 1", "serve 1", "piece 2"]),
+        ({1}, ["piece 0", "serve 0", "piece 1", "serve 1", "piece 2"]),  # the last layer
+    ],
+)
+def test_a_piece_may_follow_at_once_what_the_layer_before_has_missed(misses, expected):
+    rig = Rig()
+    rig.graph.compute(rig.decode)
+    rig.graph.replay(rig.decode)
+    rig.take()
+    rig.misses = misses
+    for _ in range(2):
+        rig.graph.replay(rig.decode)
+        assert rig.take() == expected
+
+
+def test_a_pass_that_failed_behind_a_piece_begins_anew():
+    rig = Rig()
+    rig.graph.compute(rig.decode)
+    rig.graph.replay(rig.decode)
+    rig.misses, serve = {0}, rig.serve
+
+    def fail(layer: int, *arguments: Any) -> None:
+        serve(layer, *arguments)
+        if layer:
+            raise KeyboardInterrupt
+
+    rig.graph._serve = fail
+    with pytest.raises(KeyboardInterrupt):
+        rig.graph.replay(rig.decode)
+    rig.graph._serve = rig.serve
+    rig.take()
+    rig.graph.replay(rig.decode)
+    assert rig.take() == [
+        "piece 0", "serve 0", "behind loads, to 1", "piece 1", "serve 1", "piece 2",
+    ]  # fmt: skip
 
 
 def test_a_device_without_graphs_launches_kernels():

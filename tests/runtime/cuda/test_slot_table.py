@@ -224,15 +224,15 @@ def test_an_expert_s_newest_offset_is_handed_over_once():
     vacate(entries, np.array([3]))
     insert(entries, np.array([2]), np.array([2]), addresses)
     numbers = np.full(8, 99)
-    assert hand_over(entries, numbers, 6) == 4
-    assert numbers.tolist() == [5, -10, 2, -9, -1, 99, 99, 99]
+    assert hand_over(entries, numbers)
+    assert numbers.tolist() == [5, -10, 2, -9, -1, 99, -1, 99]
     assert entries.slot_of.tolist() == [-1, -1, 2, -1, -1, 1]
     assert entries.expert_in.tolist() == [-1, 5, 2, -1]
 
 
 def test_changes_without_room_are_not_handed_over():
     numbers = np.full(4, 99)
-    assert hand_over(entries_of((0, 1), (1, 2), (2, 3)), numbers, 4) == -1
+    assert not hand_over(entries_of((0, 1), (1, 2), (2, 3)), numbers)
     assert numbers.tolist() == [99] * 4
-    assert hand_over(entries_of((0, 1), (1, 2)), numbers, 0) == 4
+    assert hand_over(entries_of((0, 1), (1, 2)), numbers)
     assert numbers.tolist() == [0, 1, 1, 2]

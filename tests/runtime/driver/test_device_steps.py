@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +76,7 @@ class Rig:
                 number=0, layer=0, request=0, prefill=False, note_layers=lambda *_: None
             ),
             resident=SimpleNamespace(count=lambda pieces: None),
-            miss_counts=[0, 0],
+            miss_counts=np.zeros(2, np.int64),
             meter=SimpleNamespace(host_s=0.0),
             predictions=SimpleNamespace(
                 predicts=False,
@@ -94,10 +94,14 @@ class Rig:
         assert self.reached == [(0, 1)]  # a prediction for the layer is overtaken from here on
         return misses
 
-    def launch(self, layer: int, loads: Loads, launches: Any) -> None:
+    def launch(
+        self, layer: int, loads: Loads, launches: Any, then: Callable[[], None] | None
+    ) -> None:
         self.did.append(loads.pieces)
         assert launches is self.launches
         self.did.append("compute")
+        if then is not None:
+            then()
 
     def send_inputs(self) -> None:
         self.did.append("inputs")
@@ -128,11 +132,20 @@ def test_a_device_computes_what_is_missing_and_not_the_host_s(loaded, on_host, m
     rig = Rig(Misses(loads, on_host, [8, 9][: len(on_host)]), missing)
     assert rig.steps.load(rig)
     assert rig.did == [*expected, "observe"]
-    assert rig.driver.miss_counts == [0, len(loaded) + len(on_host)]
+    assert rig.driver.miss_counts.tolist() == [0, len(loaded) + len(on_host)]
     assert [(e.layer, e.experts, e.seconds > 0) for e in rig.handled] == (  # type: ignore[union-attr]
         [(1, on_host, True)] if on_host else []
     )
     assert (rig.driver.meter.host_s > 0) == bool(on_host)
+
+
+@pytest.mark.parametrize("on_host", [[], [7]])
+def test_the_next_launches_follow_at_once_unless_the_host_computes(on_host: list[int]) -> None:
+    """Its part of the sum must come before them."""
+    rig = Rig(Misses(loads_of(6), on_host, [9][: len(on_host)]), [2, 3])
+    assert rig.steps.load(rig, lambda: rig.did.append("next"))
+    after = ["inputs", [6], "compute", ([3], [9])] if on_host else [[6], "compute", "next"]
+    assert rig.did == [*after, "observe"]
 
 
 def test_experts_of_later_layers_are_predicted_before_the_host_computes() -> None:

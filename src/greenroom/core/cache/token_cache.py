@@ -87,9 +87,9 @@ class TokenCache(Cache):
             self.state, self._policy_states[0], pieces, (*at, index, int(request != last), size),
             self._row, NO_ROWS, NO_WEIGHTS, self._flags, host_slot_of, memory_slots, moved, out,
         )  # fmt: skip
-        if misses == serving.ELSEWHERE:
-            return None
         if misses < 0:
+            if misses == serving.ELSEWHERE:
+                return None
             raise RuntimeError("no expert can be evicted: all are pinned")
         self.now, self._last_seen[0] = at, (request, index + size)
         return out[:, :misses].copy()

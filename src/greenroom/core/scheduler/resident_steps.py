@@ -18,19 +18,18 @@ from greenroom.core.transfers.tiers import HostTier
 from greenroom.core.transfers.transfers import Transfers
 
 
-class Loads(NamedTuple):
+class Loads:
     """A step's experts that move from host memory to slots.
 
     numbers: [3, n]; of each expert its id in the model, the slot that it gets, its slot in host
              memory
+    size:    how many move
     """
 
-    numbers: Ints
+    __slots__ = ("numbers", "size")
 
-    @property
-    def size(self) -> int:
-        """The number of experts that move."""
-        return int(self.numbers.shape[1])
+    def __init__(self, numbers: Ints) -> None:
+        self.numbers, self.size = numbers, numbers.shape[1]
 
     @property
     def pieces(self) -> list[int]:

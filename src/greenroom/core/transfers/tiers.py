@@ -178,6 +178,7 @@ class HostTier:
         self.pieces = pieces
         kinds = 1 if pieces.split is None and pieces.copies is None else 2
         self.caches = [_host_cache(pieces, kind, capacity, policy, seed) for kind in range(kinds)]
+        self._has_policy = any(isinstance(each, HostCache) for each in self.caches)
         self.requests = self.hits = 0
         self.leases: set[int] = set()  # pieces whose slots are in use
         self._experts = pieces.experts
@@ -222,10 +223,11 @@ class HostTier:
 
     def use(self, experts: Ints, event: Routed) -> None:
         """Count requests of experts in host memory, which a step loads at once."""
-        self.routed(event)
         self.requests += experts.size
         self.hits += experts.size
-        self.caches[0].use(experts, self._clock, self._request)
+        if self._has_policy:
+            self.routed(event)
+            self.caches[0].use(experts, self._clock, self._request)
 
     def has(self, piece: int) -> bool:
         """Tell whether an expert, segment or copy has a slot in host memory."""

@@ -314,9 +314,9 @@ class GraphPass:
         launch = self._driver.device_steps.launch
         return PieceGraph(*parts, launch=launch, serve=self._serve)
 
-    def _serve(self, layer: int, launches: Any) -> None:
-        """Launch what a layer of a graph in pieces misses."""
-        serve_token(self._by_layer[layer], launches)
+    def _serve(self, layer: int, launches: Any, then: Callable[[], None] | None) -> None:
+        """Launch what a layer of a graph in pieces misses, and perhaps what follows."""
+        serve_token(self._by_layer[layer], launches, then=then)
 
     def _decode(self, graph: TokenGraph) -> Tensor:
         """Compute the token that a graph's memory has, by the decoder's own forward."""

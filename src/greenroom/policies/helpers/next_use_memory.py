@@ -132,7 +132,7 @@ def recall(memory: Memory, layer: int, experts: int) -> None:
     most = memory.most[0]
     for i in range(experts):
         share = min(MOST_SHARE, memory.share[i])
-        memory.base[i] = share / (1.0 - memory.powers[1] * (1.0 - share))
+        memory.base[i] = np.divide(share, 1.0 - memory.powers[1] * (1.0 - share))
         memory.recalled[i] = 0.0
     _find_best(memory)
     bound = max(memory.best[0] + most * np.float32(log(LEAST) / SHARPNESS), np.float32(0.0))
@@ -147,7 +147,7 @@ def recall(memory: Memory, layer: int, experts: int) -> None:
         remainder += later
         _add_pass(memory, layer, slot, min(HORIZON, age), weight, later)
     for i in range(experts):
-        recalled = (memory.recalled[i] + remainder * memory.base[i]) / total
+        recalled = np.divide(memory.recalled[i] + remainder * memory.base[i], total)
         memory.term[i] = _score(recalled) - _score(memory.base[i])
 
 
@@ -155,7 +155,8 @@ def recall(memory: Memory, layer: int, experts: int) -> None:
 def _score(value: float) -> float:
     """Return the sum of terms from which NEXT-USE computes a value."""
     centred = 2.0 * min(max(value, 0.01), 0.99) - 1.0
-    return 2.0 * centred / sqrt(1.0 - centred * centred)
+    score: float = np.divide(2.0 * centred, sqrt(1.0 - centred * centred))  # not checked for 0
+    return score
 
 
 @compiled

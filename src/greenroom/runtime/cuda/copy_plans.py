@@ -12,7 +12,7 @@ from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.compiling.steady_call import SteadyCall
 from greenroom.core.layout import Copy
 from greenroom.core.pieces import Ints
-from greenroom.runtime.cuda.slot_table import Entries, insert, vacate
+from greenroom.runtime.cuda.slot_table import Entries, hand_over, insert, vacate
 
 ITEMSIZE = 8  # bytes of the numbers that a kernel copies
 MOST = 256  # copies of an expert in a list
@@ -92,7 +92,9 @@ class CopyPlans:
         self._table.counts[host_slot] = UNPLANNED
         self._plans.pop(host_slot, None)
 
-    def load(self, loads: Ints, entries: Entries, addresses: Ints, copies: Ints) -> int:
+    def load(
+        self, loads: Ints, entries: Entries, addresses: Ints, copies: Ints, changes: Ints
+    ) -> int:
         """List the copies of a step's experts, and enter these in the table of slots.
 
         loads:     [3, n], see `Loads`
@@ -100,16 +102,19 @@ class CopyPlans:
         addresses: those of all slots
         copies:    receives the number of copies, and for each the addresses of its source and its
                    target, and its size: [1 + 3 n]
+        changes:   receives the table's changes, see `slot_table.hand_over`
 
-        Returns the experts' bytes on disk. UNPLANNED or UNLISTED, below 0, says that an expert has
-        no such plan; then nothing has changed.
+        Returns the experts' bytes on disk. UNPLANNED, below 0, says that an expert has no plan yet;
+        UNLISTED, that a list has no room, or that a kernel cannot copy. Then nothing has changed.
         """
-        nbytes: int = _load(loads, entries, self._table, addresses, copies)
+        nbytes: int = _load(loads, entries, self._table, addresses, copies, changes)
         return nbytes
 
 
 @jit(_nrt=False)
-def load_listed(loads: Ints, entries: Entries, plans: _Table, addresses: Ints, copies: Ints) -> int:
+def load_listed(
+    loads: Ints, entries: Entries, plans: _Table, addresses: Ints, copies: Ints, changes: Ints
+) -> int:
     """Do what `CopyPlans.load` does."""
     number = nbytes = 0
     for host_slot in loads[2]:
@@ -117,7 +122,8 @@ def load_listed(loads: Ints, entries: Entries, plans: _Table, addresses: Ints, c
         if count < 0:
             return count
         number, nbytes = number + count, nbytes + plans.nbytes[host_slot]
-    if 1 + 3 * number > copies.size:
+    most = entries.changed[0] + 2 * loads.shape[1]  # an expert comes, and another one goes
+    if 1 + 3 * number > copies.size or 2 * most > changes.size:
         return UNLISTED
     copies[0], at = number, 1
     for i in range(loads.shape[1]):
@@ -129,6 +135,7 @@ def load_listed(loads: Ints, entries: Entries, plans: _Table, addresses: Ints, c
             at += 3
     vacate(entries, loads[1])
     insert(entries, loads[0], loads[1], addresses)
+    hand_over(entries, changes)
     return nbytes
 
 

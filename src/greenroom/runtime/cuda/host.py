@@ -54,7 +54,8 @@ class HostMemory:
     chunk is read into the thread's staging buffer, rearranged into its expert's slot, and copied
     unchanged from there to the GPU.
 
-    plans: what callers derive from the bytes in a slot, until the next read into the slot
+    plans:   what callers derive from the bytes in a slot, until the next read into the slot
+    read_by: returns the event behind copies that read a slot, beside those of `mark_read`
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class HostMemory:
             self.slots = HostSlots(capacity, stride, memory=memory)
         self._at: dict[tuple[int, int, int], np.ndarray] = {}  # a chunk's bytes, by `_key`
         self._launched: dict[int, Mark] = {}  # by slot: behind copies that still read it
+        self.read_by: Callable[[int], Mark] = lambda host_slot: None
         self.plans = CopyPlans(
             self.capacity,
             max(sum(len(chunk.extent.copies) for chunk in each) for each in chunks),
@@ -155,6 +157,8 @@ class HostMemory:
         """
         if action.host_slot >= 0:
             self.plans.forget(action.host_slot)
+        if (mark := self.read_by(action.host_slot)) is not None:
+            self.engine.wait(mark)
         if (mark := self._launched.get(action.host_slot)) is not None:
             self.engine.wait(mark)  # another lane, with another chunk of the slot, waits too
             self._launched.pop(action.host_slot, None)

@@ -20,6 +20,7 @@ from greenroom.core.pieces import Ints
 from greenroom.core.scheduler.resident_steps import Loads
 from greenroom.runtime.cuda.copy_plans import UNPLANNED, Plan
 from greenroom.runtime.cuda.copy_trial import CopyTrial
+from greenroom.runtime.cuda.engine import Mark
 from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
@@ -30,13 +31,13 @@ class Copies(NamedTuple):
     """The copies of one step that were launched, between two events.
 
     layer:     the step's layer
-    experts:   how many were copied
+    loads:     the experts that were copied
     nbytes:    their bytes, counted as on disk
     by_kernel: a kernel copies them
     """
 
     layer: int
-    experts: int
+    loads: Loads
     nbytes: int
     by_kernel: bool
     begin: Any
@@ -59,17 +60,22 @@ class LoadedLayer(Protocol):
     """Launches for the experts that a token misses in a layer.
 
     copies:    a list in host memory for a kernel that copies; None: there is no such kernel
+    changes:   the list of the table's changes in host memory, which `compute_loaded` writes
     on_device: a context in which launches go to the device of the slots
     """
 
     copies: CopyList | None
+    changes: Ints
     on_device: AbstractContextManager[Any]
 
     def follow_stream(self) -> None:
         """Put changes of slots, and what is launched next, on the calling thread's stream."""
 
-    def compute_loaded(self) -> None:
-        """Launch the computation of the experts that were missing."""
+    def compute_loaded(self, handed_over: bool = False) -> None:
+        """Launch the computation of the experts that were missing.
+
+        handed_over: `changes` has the table's changes
+        """
 
 
 class HostLoads:
@@ -92,29 +98,45 @@ class HostLoads:
             table.listed_copies = host_memory.plans.most
         self._trial = CopyTrial()
         self._launched = deque[Copies]()  # whose times are not counted yet
+        host_memory.read_by = self._mark_of
         self._bounds: dict[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]] = {}
 
-    def launch(self, layer: int, loads: Loads, launches: LoadedLayer) -> None:
-        """Launch the copies of a step's missing experts, then their computation."""
-        table, engine, host_slots = self._table, self._engine, loads.host_slots
-        with table.lock, launches.on_device:  # no other thread launches work in between
+    def launch(
+        self,
+        layer: int,
+        loads: Loads,
+        launches: LoadedLayer,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Launch the copies of a step's missing experts, their computation, and what is `then`."""
+        with self._table.lock, launches.on_device:  # no other thread launches work in between
             launches.follow_stream()
-            if not host_slots:
-                launches.compute_loaded()
-                return
-            table.write_changes()  # which an interrupt may have left
-            begin = engine.mark_time()
-            try:
-                nbytes, by_kernel = self._copy(loads, launches)
-                end = engine.mark_time()
-                self._host_memory.mark_read(host_slots, end)
-            except BaseException:  # some copies may be on their way to slots of no expert
-                table.vacate(loads.slots)  # first: `load` enters experts before their copies
-                self._slots.mark_computed(loads.slots)
-                self._host_memory.mark_read(host_slots, self._slots.last_mark)
-                raise
-            self._launched.append(Copies(layer, len(host_slots), nbytes, by_kernel, begin, end))
-            launches.compute_loaded()
+            by_kernel = loads.size > 0 and self._launch_copies(layer, loads, launches)
+            launches.compute_loaded(by_kernel)
+            if then is not None:
+                then()
+
+    def _launch_copies(self, layer: int, loads: Loads, launches: LoadedLayer) -> bool:
+        """Launch the copies; tell whether a kernel copies, so that changes are handed over."""
+        engine = self._engine
+        begin = engine.mark_time()
+        try:
+            nbytes, by_kernel = self._copy(loads, launches)
+            copies = Copies(layer, loads, nbytes, by_kernel, begin, engine.mark_time())
+            self._launched.append(copies)
+        except BaseException:  # some copies may be on their way to slots of no expert
+            self._table.vacate(loads.slots)  # first: `load` enters experts before their copies
+            self._slots.mark_computed(loads.slots)
+            self._host_memory.mark_read(loads.host_slots, self._slots.last_mark)
+            raise
+        return by_kernel
+
+    def _mark_of(self, host_slot: int) -> Mark:
+        """Return the event behind the last copies that read a slot; None if they have ended."""
+        for copies in reversed(tuple(self._launched)):  # which another thread changes
+            if host_slot in copies.loads.host_slots:
+                return copies.end
+        return None
 
     def _copy(self, loads: Loads, launches: LoadedLayer) -> tuple[int, bool]:
         """Launch the copies of experts, and enter these in the table.
@@ -122,16 +144,20 @@ class HostLoads:
         Returns their bytes, and whether a kernel copies them."""
         copies, memory = launches.copies, self._host_memory
         if copies is not None and memory.kernels_can_read and self._trial.next_by_kernel():
-            arguments = loads.numbers, self._table.entries, self._slots.addresses, copies.numbers
+            arguments = (
+                loads.numbers, self._table.entries, self._slots.addresses, copies.numbers,
+                launches.changes,
+            )  # fmt: skip
             load = memory.plans.load
             if (nbytes := load(*arguments)) == UNPLANNED:
                 for piece, host_slot in zip(loads.pieces, loads.host_slots, strict=True):
                     self._plan_of(piece, host_slot)
                 nbytes = load(*arguments)
             if nbytes >= 0:
-                self._table.forget_transfers(loads.slots)
+                self._table.forget_transfers(loads.numbers[1])
                 copies.start()  # the last ones have run: this token's report came after them
                 return nbytes, True
+        self._table.write_changes()  # which an interrupt may have left
         self._table.vacate(loads.slots)
         nbytes = self._copy_each(loads)
         self._table.insert(loads.pieces, loads.slots)
@@ -183,9 +209,9 @@ class HostLoads:
         The device computes nothing meanwhile, so their seconds are stalls.
         """
         while self._launched:
-            layer, experts, nbytes, by_kernel, begin, end = self._launched[0]
+            layer, loads, nbytes, by_kernel, begin, end = self._launched[0]
             if (seconds := self._engine.seconds_between(begin, end)) is None:
                 return
             self._launched.popleft()
             self._trial.add(by_kernel, nbytes, seconds)
-            yield layer, experts, nbytes, seconds
+            yield layer, loads.size, nbytes, seconds

@@ -15,7 +15,7 @@ from torch import Tensor
 from greenroom.runtime.cuda.token_graph import MakeLaunches, NoGraph, TokenGraph
 
 Launch = Callable[..., Tensor]  # calls a function that launches work, with arguments
-Serve = Callable[[int, Any], None]  # (layer, its launches), behind the layer's look-up
+Serve = Callable[[int, Any, Callable[[], None] | None], None]  # see `PieceGraph`
 
 
 class Padded(Exception):
@@ -33,12 +33,15 @@ class PieceGraph(TokenGraph):
 
         arguments: those of `TokenGraph`
         launch:    calls a function that launches a piece, while no slot is resized
-        serve:     launches what a layer misses; not within `launch`
+        serve:     launches what a layer misses, behind its look-up: called with the layer, its
+                   launches, and what it may launch behind these, the next piece; not in `launch`
         """
         super().__init__(*arguments)
         self._launch, self._serve = launch, serve
-        self._pieces: list[Callable[[], None]] | None = None
+        self._pieces: list[Callable[[], None]] = []
+        self._captured = False
         self._cut: Callable[[], None] | None = None  # ends a piece that is being captured
+        self._launched = 0  # pieces of the present token
 
     def launch_experts(
         self, layer: int, make: MakeLaunches, x: Tensor, index: Tensor, weights: Tensor
@@ -62,28 +65,38 @@ class PieceGraph(TokenGraph):
         `compute` was called before, so that all kernels are compiled. Returns a copy of the result.
         Raises NoGraph if the pieces cannot be captured; Padded, and the errors of `serve`.
         """
-        if self._pieces is None:
-            self._pieces = self._capture_pieces(decode)
+        if not self._captured:
+            self._pieces, self._captured = self._capture_pieces(decode), True
         if not self._pieces:
             return self.compute(decode)
-        *pieces, last = self._pieces
-        for layer, piece in zip(self.moe_layers, pieces, strict=True):
-            launches = self._launches[layer]
-            self._launch(launches.start_piece, piece)
-            self._serve_layer(layer, launches)
-        return self._launch(self._end, last)
+        self._launched, last = 0, len(self.moe_layers) - 1
+        for number, layer in enumerate(self.moe_layers):
+            launches, piece = self._launches[layer], self._pieces[number]
+            if self._launched == number:  # else behind what the layer before missed
+                self._launch(launches.start_piece, piece)
+                self._launched += 1
+            self._serve_layer(layer, launches, self._launch_next if number < last else None)
+        return self._launch(self._end, self._pieces[-1])
+
+    def _launch_next(self) -> None:
+        """Launch the next layer's piece, within what launches the work before it."""
+        number = self._launched
+        self._launches[self.moe_layers[number]].launch_piece(self._pieces[number])
+        self._launched = number + 1
 
     def _end(self, piece: Callable[[], None]) -> Tensor:
         with self._in_order():
             piece()
             return self._hidden.clone()
 
-    def _serve_layer(self, layer: int, launches: Any) -> None:
+    def _serve_layer(
+        self, layer: int, launches: Any, then: Callable[[], None] | None = None
+    ) -> None:
         if self._has_mask and layer == self.moe_layers[0]:
             launches.read_report()
             if not self.mask_is_full:
                 raise Padded("a mask of padding")
-        self._serve(layer, launches)
+        self._serve(layer, launches, then)
 
     def _capture_pieces(self, decode: Callable[[], Tensor]) -> list[Callable[[], None]]:
         """Capture the pieces; the result is empty on a device without graphs."""

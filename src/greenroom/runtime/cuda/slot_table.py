@@ -155,11 +155,11 @@ class SlotTable:
         _vacate(self.entries, np.array(slots, np.int64))
         self.forget_transfers(slots)
 
-    def forget_transfers(self, slots: Sequence[int]) -> None:
+    def forget_transfers(self, slots: Sequence[int] | Ints) -> None:
         """Await no chunk for slots any more, as of a transfer that was given up."""
         if self._awaited:
             for slot in slots:
-                self._awaited.pop(slot, None)
+                self._awaited.pop(int(slot), None)
 
     def insert(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Record that slots have experts' bytes, before the next look-up at the latest."""
@@ -187,9 +187,9 @@ class SlotTable:
                     self.offsets.index_copy_(0, experts, offsets)
                 self.entries.changed[0] = 0
 
-    def hand_over(self, numbers: Ints, before: int) -> int:
+    def hand_over(self, numbers: Ints) -> bool:
         """Write the changes to a list that the next look-up reads; see `hand_over` below."""
-        return int(_hand_over(self.entries, numbers, before))
+        return bool(_hand_over(self.entries, numbers))
 
     def moved(self, source: int, target: int) -> None:
         """Record that a slot's bytes were copied to another one, which was cleared before."""
@@ -243,22 +243,22 @@ def insert(entries: Entries, experts: Ints, slots: Ints, addresses: Ints) -> Non
 
 
 @jit(_nrt=False)
-def hand_over(entries: Entries, numbers: Ints, before: int) -> int:
+def hand_over(entries: Entries, numbers: Ints) -> bool:
     """Write the changes to a list that a look-up reads.
 
-    numbers: [2 n]; receives pairs, then -1 up to number `before`
+    numbers: [2 n]; receives pairs, then -1 in place of experts
 
-    Returns how many numbers the changes take; -1, and writes nothing, if there is no room.
+    Returns False, and writes nothing, if there is no room.
     """
     end = 2 * entries.changed[0]
     if end > numbers.size:
-        return -1
+        return False
     for place in range(entries.changed[0]):
         numbers[2 * place] = entries.changes[place, 0]
         numbers[2 * place + 1] = entries.changes[place, 1]
-    for unused in range(end, before, 2):
+    for unused in range(end, numbers.size, 2):
         numbers[unused] = -1
-    return end
+    return True
 
 
 _vacate, _insert, _hand_over = map(SteadyCall, (vacate, insert, hand_over))

@@ -106,6 +106,8 @@ class DeviceSteps:
         handle: sends the scheduler an event, and executes its actions
         """
         self._driver, self._actions, self._loads = driver, actions, loads
+        miss_counts: Any = driver.miss_counts
+        self._miss_counts = memoryview(miss_counts)  # NumPy takes a microsecond longer
         self._handle = handle
 
     def launch(self, start: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -144,12 +146,12 @@ class DeviceSteps:
                 driver.predictions.observe(number, step.layer, step.observe)
         return len(passes)
 
-    def load(self, step: ComputedStep) -> bool:
+    def load(self, step: ComputedStep, then: Callable[[], None] | None = None) -> bool:
         """Serve a step whose missing experts are in host memory, and launch their copies.
 
-        Those that the host is to compute it computes now, while the device is busy. Returns False,
-        and counts nothing, if the step needs events. An error of its launches leaves the missing
-        experts without slots.
+        Those that the host is to compute it computes now, while the device is busy. If there are
+        none, the launches of `then` follow at once. Returns False, and counts nothing, if the step
+        needs events. An error of its launches leaves the missing experts without slots.
         """
         driver, loads, layer = self._driver, self._loads, step.layer
         if loads is None or driver.timeline is not None:
@@ -167,13 +169,15 @@ class DeviceSteps:
                         return False
                     if missing.on_host:  # before copies of experts
                         step.send_inputs()
-                    if self._has_device_part(step, missing):
-                        loads.launch(layer, missing.loads, step.launches)
+                    if missing.loads.size or self._has_device_part(step, missing):
+                        after = None if missing.on_host else then
+                        loads.launch(layer, missing.loads, step.launches, after)
                 except BaseException as error:
                     self._undo(missing, event, error)
                     raise
                 self._count(event)  # while experts are on their way
-                driver.miss_counts[layer] += missing.loads.size + len(missing.on_host)
+                misses = missing.loads.size + len(missing.on_host)
+                self._miss_counts[layer] += misses
             predicts = driver.predictions.predicts  # which must not be late
             if predicts:
                 driver.predictions.observe(event.step, layer, step.observe)
@@ -184,12 +188,10 @@ class DeviceSteps:
         return True
 
     def _has_device_part(self, step: ComputedStep, missing: Misses) -> bool:
-        """Tell whether a device is to load or compute anything behind a step's look-up.
+        """Tell whether a device is to compute anything behind a step's look-up, but loads nothing.
 
         An expert that the look-up has not found may have come to its slot since then.
         """
-        if missing.loads.size:
-            return True
         first = self._driver.pieces.offsets[step.layer]
         return not {first + expert for expert in step.report.missing}.issubset(missing.on_host)
 

@@ -41,6 +41,8 @@ class TokenLaunches:
     memory of their own, so that a sequence of launches is the same for every token; from the second
     token on it is a graph of the device, one launch. While a sequence is launched, the table does
     not change: no slot is overwritten between a look-up and the products that read the slot.
+
+    changes: of the table, which the next second look-up writes; [2 n] in the host's memory
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class TokenLaunches:
         self.copies = ListedCopies(self._engine, most) if most else None
         self._pinned = [report, changes] + ([self.copies.memory] if self.copies else [])
         changes.fill_(-1)
-        self._report, self._changes = report.numpy(), changes.numpy()
+        self._report, self.changes = report.numpy(), changes.numpy()
         self._stream: Any = None  # of the last token
         self._mid = step.mid if plan.activation.code == RAW else None
         self._up = step.projection(
@@ -102,7 +104,7 @@ class TokenLaunches:
         )
         self._sequences: Sequence[Work] = (self._compute, self._compute_again)
         self._counts_agree = True  # of look-ups here and on the device
-        self._in_graphs, self._changed = False, 0  # numbers in use of `_changes`
+        self._in_graphs = False
 
     def start(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Launch the computation of one token's experts; return the sum of those in slots.
@@ -151,6 +153,11 @@ class TokenLaunches:
             self._look_up_by(piece)
             return self._result
 
+    def launch_piece(self, piece: Work) -> None:
+        """Launch a graph as `start_piece` does, behind other launches that are in order."""
+        self._follow_table()
+        self._look_up_by(piece)
+
     def capture_again(self) -> None:
         """Make a graph of the launches of `start_again`, for launches that are in a graph."""
         with self.in_order():
@@ -174,6 +181,9 @@ class TokenLaunches:
     def follow_stream(self) -> None:
         """Put changes of slots on the calling thread's stream; the table's lock is held."""
         self._table.follow_stream()
+        self._follow_table()
+
+    def _follow_table(self) -> None:
         if self._stream != self._table.stream:
             self._stream = self._table.stream
             self._hold_pinned()
@@ -201,9 +211,8 @@ class TokenLaunches:
 
     def _launch_again(self) -> None:
         """Launch `_compute_again` for the previous token, whose result does not change."""
-        if self._changed:  # those of the previous token, which the device may still read
-            self._engine.wait(self._engine.mark())
-            self._hand_over_changes()
+        self._engine.wait(self._engine.mark())  # it may still read the previous token's changes
+        self._hand_over_changes()
         self._look_up_by(self._compute_again)
 
     def _look_up_by(self, launch: Work) -> None:
@@ -233,12 +242,15 @@ class TokenLaunches:
                 self._table.write_changes()
             self.compute_loaded()
 
-    def compute_loaded(self) -> None:
+    def compute_loaded(self, handed_over: bool = False) -> None:
         """Launch the second look-up, which writes the table's changes, and the products.
+
+        handed_over: the changes are in `changes` already
 
         The caller holds the table's lock, and launches on the table's stream.
         """
-        self._hand_over_changes()
+        if not handed_over:
+            self._hand_over_changes()
         self._look_up_by(self._sequences[1])
         self._table.entries.changed[0] = 0
 
@@ -247,12 +259,9 @@ class TokenLaunches:
 
         The last one that was given any has run: this token's report was read after it.
         """
-        table, changes, before = self._table, self._changes, self._changed
-        self._changed = changes.size  # an interrupt leaves none behind
-        if (end := table.hand_over(changes, before)) < 0:
-            table.write_changes()
-            end = table.hand_over(changes, before)
-        self._changed = end
+        if not self._table.hand_over(self.changes):
+            self._table.write_changes()
+            self._table.hand_over(self.changes)
 
     @property
     def input(self) -> Tensor:
