@@ -13,15 +13,17 @@ class ActionQueue(deque[ComputeGroup | Finish]):
     """Queue of expert groups that a model's forward pass computes, with the driver's errors.
 
     A step is the computation of one MoE layer; its last action is a `Finish`. Callers of `put`,
-    `wait` and `mark_broken` hold `lock`, which is that of `changed`; `interrupt` takes it; the
-    checks need no lock. `with lock` runs no Python, unlike `with changed`.
+    `wait` and `mark_broken` hold `lock`, which is that of `changed`; `interrupt`, `resume` and
+    `close` take it; the checks need no lock. `with lock` runs no Python, unlike `with changed`.
+
+    stopped: one of the checks raises; else they need not be called
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.changed = ChangeSignal()
         self.lock = self.changed.lock
-        self.closed = self.interrupted = False
+        self.closed = self.interrupted = self.stopped = False
         self.broken: BaseException | None = None
         self.host_error: BaseException | None = None  # raised by a job of the host processor
 
@@ -64,14 +66,26 @@ class ActionQueue(deque[ComputeGroup | Finish]):
             )
 
     def interrupt(self) -> None:
+        """Let `check_interrupted` raise Interrupted, until `resume`."""
         with self.changed:
-            self.interrupted = True
+            self.interrupted = self.stopped = True
             self.changed.notify_all()
+
+    def resume(self) -> None:
+        """End what `interrupt` has begun."""
+        with self.lock:
+            self.interrupted = False
+            self.stopped = self.closed or self.broken is not None
+
+    def close(self) -> None:
+        """Let every later step raise ClosedError."""
+        with self.lock:
+            self.closed = self.stopped = True
 
     def mark_broken(self, error: BaseException) -> None:
         """Mark the expert driver as broken, because the contents of its slots are unknown.
 
         Every later step raises ClosedError. The first error is the one that is reported.
         """
-        self.broken = self.broken or error
+        self.broken, self.stopped = self.broken or error, True
         self.changed.notify_all()

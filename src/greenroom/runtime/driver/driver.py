@@ -143,7 +143,7 @@ class Driver:
 
     def resume(self) -> None:
         """Let forward passes run again after `interrupt`."""
-        self._actions.interrupted = False
+        self._actions.resume()
 
     def step(
         self,
@@ -312,10 +312,11 @@ class Driver:
     def begin_exclusive(self, interruptible: bool = False) -> None:
         """Begin a step or a resize, after abandoning a step that an exception left unfinished."""
         actions, scheduler = self._actions, self.scheduler
-        actions.check_open()
+        if actions.stopped:
+            actions.check_open()
         if actions or scheduler.step is not None or scheduler.resident_steps.unfinished:
             self._abandon()
-        if interruptible:
+        if interruptible and actions.stopped:
             actions.check_interrupted()
 
     def _handle(self, event: Event) -> None:
@@ -395,5 +396,5 @@ class Driver:
     def close(self) -> None:
         """End the expert driver's threads and free its slots, after the current step."""
         with self.step_lock:
-            self._actions.closed = True
+            self._actions.close()
             self._opened.close()

@@ -34,7 +34,7 @@ class FairLock:
                 if turn in self._waiting:
                     self._waiting.remove(turn)
                     raise
-            self._hand_over()
+            self.__exit__(None, None, None)
             raise
 
     def __exit__(
@@ -43,9 +43,6 @@ class FairLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._hand_over()
-
-    def _hand_over(self) -> None:
         with self._lock:
             if self._waiting:
                 self._waiting.popleft().release()
