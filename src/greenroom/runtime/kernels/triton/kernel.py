@@ -114,12 +114,9 @@ class TritonStep(base.KernelStep):
         `layer` describes the slots. Return [tiles, 4]: offset of the expert's slot, expert, first
         entry, number of entries.
         """
-        tiles, size, plan = [], self.sizes[0], plan_of(layer)
-        for expert, slot in zip(experts, slots, strict=True):
-            rows, offset = self.routing.entries(expert), plan.offset(layer, slot)
-            for first in range(rows.start, rows.stop, size):
-                tiles.append((offset, expert, first, min(size, rows.stop - first)))
-        return np.array(tiles, np.int64).reshape(-1, 4)
+        plan = plan_of(layer)
+        offsets = [plan.offset(layer, slot) for slot in slots]
+        return self.routing.tiles(experts, offsets, self.sizes[0])
 
     def send(self, experts: Sequence[int], slots: Sequence[int], layer: LayerExperts) -> Tensor:
         """Copy the tiles of an expert group to the GPU.
@@ -131,25 +128,16 @@ class TritonStep(base.KernelStep):
         if self.tokens is not None:
             return upload(tiles, device)
         # Each part is aligned to 16 bytes: Triton would compile again for another alignment.
-        tokens = np.resize(self.routing.tokens, -(-len(self.routing.tokens) // 2) * 2)
-        parts = (tokens, self.sum_order().ravel(), tiles)
-        sent = upload(np.concatenate(parts), device).split([len(part) for part in parts])
+        routing, (tokens, top_k) = self.routing, self.routing.shape
+        entries = len(routing.tokens)
+        sizes = [-(-entries // 2) * 2, 2 * tokens * top_k, len(tiles)]
+        memory = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+        first, order, last = (part.numpy() for part in memory.split(sizes))
+        first[:entries], first[entries:], last[:] = routing.tokens, 0, tiles
+        routing.write_sum_order(order.reshape(tokens, top_k, 2))
+        sent = memory.to(device, non_blocking=True).split(sizes)
         self.tokens, self.order, uploaded = sent
         return uploaded
-
-    def sum_order(self) -> IntArray:
-        """Return the order in which each token's expert outputs are summed: [T, top_k, 2].
-
-        Each pair is (entry, index of its gate weight). Entries are ordered by ascending expert; -1
-        fills up the pairs of a token with fewer experts.
-        """
-        (tokens, top_k), routing = self.routing.shape, self.routing
-        order = np.full((tokens, top_k, 2), -1, np.int64)
-        entries = np.argsort(routing.tokens, kind="stable")  # entries are in order of experts
-        of = routing.tokens[entries]
-        rank = np.arange(of.size) - np.searchsorted(of, of)
-        order[of, rank, 0], order[of, rank, 1] = entries, routing.rows[entries]
-        return order
 
     def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Launch the computation of a group of experts without waiting for the GPU."""
