@@ -35,14 +35,19 @@ HOST_FIRST, BOTH = (10.0, 0.1), (1.0, 0.8)  # seconds on the bus, on the host
 
 
 def sharing(
-    name: str, capacity: int, host: int, speeds: tuple[float, float], ahead: int = 0
+    name: str,
+    capacity: int,
+    host: int,
+    speeds: tuple[float, float],
+    ahead: int = 0,
+    learn: bool = False,
 ) -> Scheduler:
     links = Link(100.0), Link(100 / speeds[0])
     costs = Costs(links, Work.constant(0.07), Work.constant(0.0), host=Work.constant(speeds[1]))
     return Scheduler(
         pieces(), capacity, policy(name), lanes=(1, 1), ahead=ahead,
         host=HostTier(pieces(), host, policy("lru")),
-        options=[CoCompute(Rates(costs, 100, learn=False))],
+        options=[CoCompute(Rates(costs, 100, learn=learn))],
     )  # fmt: skip
 
 
@@ -61,6 +66,25 @@ def on_any_lane(action: Action) -> object:
 def leases(scheduler: Scheduler) -> set[int]:
     assert scheduler.transfers.host is not None
     return scheduler.transfers.host.leases
+
+
+@pytest.mark.parametrize(
+    ("slow", "moved", "on_host"), [("lanes", [1], [2]), ("copies in order", [], [1, 2])]
+)
+def test_copies_in_order_have_a_rate_of_their_own(slow, moved, on_host):
+    """Threads that promote experts wait for more than the link."""
+    scheduler = sharing("lru", 2, 6, BOTH, learn=True)
+    fill(scheduler, 1, 2, 3, 4, 5)
+    (option,) = scheduler.options
+    for _ in range(50):
+        if slow == "lanes":
+            option.started(1, 0, now=0.0)
+            option.landed(1, 0, 100.0, now=8.0)
+            option.rates._landed[1] = 0.0
+        else:
+            option.copied(100, 8.0)
+    misses = scheduler.resident_steps.load(Routed(5, 0, ids(1, 2)), 0.0)
+    assert (misses.loads.pieces, list(misses.on_host)) == (moved, on_host)
 
 
 def test_the_host_takes_the_last_misses_and_gets_no_slot_for_them():

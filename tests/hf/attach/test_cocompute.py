@@ -193,8 +193,8 @@ def test_the_host_takes_misses_of_tokens_in_pieces(name, monkeypatch):
     monkeypatch.setattr(PieceGraph, "replay", counting)
     load, at_once = DeviceSteps.load, list[bool]()
 
-    def loading(self: DeviceSteps, step: Any) -> bool:
-        at_once.append(not events and load(self, step))
+    def loading(self: DeviceSteps, *arguments: Any) -> bool:
+        at_once.append(not events and load(self, *arguments))
         return at_once[-1]
 
     monkeypatch.setattr(DeviceSteps, "load", loading)

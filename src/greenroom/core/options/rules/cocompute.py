@@ -49,10 +49,10 @@ class CoCompute(Option):
 
     def share(self, misses: Sequence[int], hits: int, view: View) -> int:
         rates, nbytes, queues = self.rates, int(view.pieces.nbytes[misses[0]]), Queues.empty()
-        miss = rates.miss(0, 1, nbytes, True, 0)
+        miss = rates.miss(0, 1, nbytes, True, 0, in_order=True)
         for _ in range(hits):
             queues.devices[0] += miss.on_device
-        self._add_backlog(queues, (), view)
+        self._add_backlog(queues, (), view, in_order=True)
         count = count_on_host(len(misses), miss, queues)
         if not count:
             rates.host_unused()
@@ -89,11 +89,13 @@ class CoCompute(Option):
         self._add_backlog(queues, moving, view)
         return misses, queues
 
-    def _add_backlog(self, queues: Queues, moving: Sequence[int], view: View) -> None:
+    def _add_backlog(
+        self, queues: Queues, moving: Sequence[int], view: View, in_order: bool = False
+    ) -> None:
         pieces = view.pieces
         for link, piece, chunks in view.backlog(moving):
             nbytes = chunks * float(pieces.nbytes[piece] / pieces.chunks[piece])
-            seconds = self.rates.link(link, nbytes)
+            seconds = self.rates.link(link, nbytes, in_order and link > 0)
             if link:
                 queues.links[link - 1] += seconds
             else:

@@ -2,7 +2,8 @@
 
 Times are in seconds, sizes in bytes. The cost model is a machine's profile, or what was measured
 when the model was loaded. Each link and processor has a correction: a moving average of the ratio
-of measured to expected times. While the host's processor is not used, its correction moves back
+of measured to expected times. The link to a device has two: chunks that threads move wait for these
+threads too, and copies in order with the computation do not. While the host's processor is not used, its correction moves back
 towards 1, so that one slow moment does not exclude it for good.
 """
 
@@ -54,6 +55,7 @@ class Rates:
         self.set_costs(costs)
         self._bytes, self._learn = expert_bytes, learn
         self._links = [Correction() for _ in range(1 + devices)]
+        self._in_order = Correction()  # of the first device's link
         self._processors = {device: Correction() for device in (HOST, *range(devices))}
         self._began: dict[tuple[int, int], float] = {}  # chunks on (link, lane)
         self._landed = [float("-inf")] * (1 + devices)  # when each link last delivered
@@ -73,12 +75,14 @@ class Rates:
 
     # ---- expected times
 
-    def link(self, link: int, nbytes: float) -> float:
+    def link(self, link: int, nbytes: float, in_order: bool = False) -> float:
         """Return the expected seconds of a transfer of bytes over a link.
 
-        link: 0 for the link from disk to host memory, 1 + device for a device's link
+        link:     0 for the link from disk to host memory, 1 + device for a device's link
+        in_order: of copies that wait for no thread; on the first device's link
         """
-        return self._links[link].value * nbytes / self._costs.links[min(link, 1)].bandwidth
+        correction = self._in_order if in_order else self._links[link]
+        return correction.value * nbytes / self._costs.links[min(link, 1)].bandwidth
 
     def processor(self, device: int, rows: Iterable[int], nbytes: int) -> float:
         """Return the seconds in which a processor is expected to compute several experts.
@@ -89,17 +93,27 @@ class Rates:
         """
         return self._processors[device].value * self._expected(device, rows, nbytes)
 
-    def miss(self, request: int, rows: int, nbytes: int, in_host: bool, device: int) -> Miss:
+    def miss(
+        self,
+        request: int,
+        rows: int,
+        nbytes: int,
+        in_host: bool,
+        device: int,
+        in_order: bool = False,
+    ) -> Miss:
         """Describe a missing expert by its expected transfer and computation times.
 
-        request: the index of the expert in its step
-        rows:    the number of tokens that chose the expert
-        nbytes:  the size of the expert
-        in_host: its bytes are in host memory
+        request:  the index of the expert in its step
+        rows:     the number of tokens that chose the expert
+        nbytes:   the size of the expert
+        in_host:  its bytes are in host memory
+        in_order: see `link`
         """
         read = 0.0 if in_host else self.link(0, nbytes)
+        move = self.link(1 + device, nbytes, in_order)
         on_device, on_host = (self.processor(p, (rows,), nbytes) for p in (device, HOST))
-        return Miss(request, rows, read, self.link(1 + device, nbytes), on_device, on_host, device)
+        return Miss(request, rows, read, move, on_device, on_host, device)
 
     def _expected(self, device: int, rows: Iterable[int], nbytes: int) -> float:
         work = self._host if device == HOST else self._costs.expert
@@ -124,9 +138,9 @@ class Rates:
             self._links[link].add(nbytes / bandwidth, now - since)
 
     def copied(self, nbytes: int, seconds: float) -> None:
-        """Correct the rate of the first device's link by copies that waited for no thread."""
+        """Correct the rate of copies in order by some that have ended."""
         if self._learn:
-            self._links[1].add(nbytes / self._costs.links[1].bandwidth, seconds)
+            self._in_order.add(nbytes / self._costs.links[1].bandwidth, seconds)
 
     def computed(self, device: int, rows: Iterable[int], nbytes: int, seconds: float) -> None:
         """Correct a processor's rate by the time that an expert group took.
