@@ -236,6 +236,26 @@ def test_each_lane_that_reads_into_a_slot_waits_for_copies_from_there(rig, monke
     assert len(waits) == 2
 
 
+def test_a_read_forgets_no_copies_that_were_launched_while_it_waited(rig, monkeypatch):
+    """Another lane has read another chunk of the expert, which is on its way to the device."""
+    rig.memory.mark_read((1,), "mark of the expert before")
+    waits = list[Any]()
+
+    def wait(mark: Any) -> None:
+        waits.append(mark)
+        if len(waits) == 1:
+            rig.memory.mark_read((1,), "mark of the other chunk")
+
+    def read(expert: int) -> None:
+        action = StartChunk(0, expert, -1, 0, host_slot=1)
+        rig.memory.read_chunk(action, rig.chunks[expert][0], rig.store.read, Staging())
+
+    monkeypatch.setattr(rig.engine, "wait", wait)
+    read(6)
+    read(3)
+    assert waits == ["mark of the expert before", "mark of the other chunk"]
+
+
 def test_bytes_that_were_read_again_elsewhere_are_found(rig):
     """A slot's bytes begin where the last read has put them."""
     rig.launch((2, 0, 1))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -109,3 +111,67 @@ def test_an_interrupted_wait_leaves_the_lock_usable():
     first.join()
     second.join(10)
     assert after == [True]
+
+
+def interrupt_in(function: Any, event: str) -> None:
+    """Interrupt the calling thread where it next enters or leaves a function."""
+
+    def trace(frame: Any, what: str, argument: Any) -> Any:
+        if frame.f_code is not function.__code__:
+            return None
+        if what == event:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+
+
+@pytest.mark.parametrize(
+    ("function", "event"), [(FairLock.__enter__, "return"), (FairLock.__exit__, "call")]
+)
+def test_a_thread_that_was_interrupted_around_its_turn_gets_the_next_one(function, event):
+    turns, taken = FairLock(), list[str]()
+
+    def take() -> None:
+        with turns:
+            taken.append("other")
+
+    def interrupted() -> None:
+        try:
+            interrupt_in(function, event)
+            with turns:
+                pass
+        except KeyboardInterrupt:
+            taken.append("interrupted")
+        other = threading.Thread(target=take, daemon=True)
+        other.start()
+        wait_for_waiters(turns, 1)
+        with turns:
+            taken.append("again")
+        other.join()
+
+    thread = threading.Thread(target=interrupted, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert taken == ["interrupted", "again", "other"]
+
+
+def test_a_request_that_was_interrupted_before_its_wait_is_of_nobody():
+    turns, left, taken = FairLock(), threading.Lock(), list[bool]()
+    left.acquire()
+
+    def take() -> None:
+        turns._waiting.append((left, threading.get_ident()))
+        with turns:
+            taken.append(True)
+
+    with turns:
+        thread = threading.Thread(target=take, daemon=True)
+        thread.start()
+        until = time.monotonic() + 10
+        while [each for each, _ in turns._waiting] in ([], [left]) and time.monotonic() < until:
+            time.sleep(0.001)
+    thread.join(10)
+    assert taken == [True]
+    assert not turns._waiting

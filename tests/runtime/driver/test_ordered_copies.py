@@ -327,3 +327,39 @@ def test_the_thread_waits_when_many_copies_are_under_way(rig, monkeypatch):
     rig.step(1, *range(EXPERTS))
     assert len(waits) >= rig.slots.in_order - 2
     assert rig.driver.meter.stalls["miss"] > 0
+
+
+def step_by_table(rig: OrderedRig, layer: int, *experts: int) -> None:
+    """A token's step, whose copies the lanes make."""
+    rig.layer = layer
+    rig.driver.step(layer, np.array(experts), rig.compute, by_table=True)
+
+
+def test_an_interrupt_at_the_begin_of_a_step_leaves_no_step_behind(rig, monkeypatch):
+    """Later copies would not wait for look-ups, as within a step that reads no table."""
+    begin_step = rig.table.begin_step
+
+    def interrupt() -> None:
+        begin_step()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(rig.table, "begin_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rig.step(0, *range(EXPERTS))
+    rig.look_up()  # whose products may still run
+    in_time(lambda: step_by_table(rig, 1, *range(EXPERTS)))
+
+
+def test_copies_of_a_chunk_that_failed_end_before_its_slot_is_used_again(rig, monkeypatch):
+    launch_write = rig.slots.launch_write
+
+    def fail(*arguments: Any) -> None:
+        launch_write(*arguments)
+        raise DeviceError("the GPU has no room for a scratch buffer")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(rig.slots, "launch_write", fail)
+        with pytest.raises(DeviceError, match="no room"):
+            rig.step(0, *range(EXPERTS))
+    in_time(lambda: step_by_table(rig, 1, *range(EXPERTS)))

@@ -103,8 +103,8 @@ class GraphCaptures:
             self._capture_stream = torch.cuda.Stream(self.device, priority=_PRIORITY)
         with capture_lock, torch.cuda.stream(self._capture_stream):
             enabled = gc.isenabled()
-            gc.disable()
             try:
+                gc.disable()
                 yield
             finally:
                 if enabled:

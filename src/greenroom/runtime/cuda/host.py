@@ -105,7 +105,7 @@ class HostMemory:
             memory = self._bytes[first_byte : self.nbytes]
             self.slots = HostSlots(capacity, stride, memory=memory)
         self._at: dict[tuple[int, int, int], np.ndarray] = {}  # a chunk's bytes, by `_key`
-        self._launched: dict[int, Mark] = {}  # by slot: behind copies that still read it
+        self._launched: dict[int, Mark] = {}  # by slot: behind the last copies from there
         self.read_by: Callable[[int], Mark] = lambda host_slot: None
         self.plans = CopyPlans(
             self.capacity,
@@ -159,9 +159,9 @@ class HostMemory:
             self.plans.forget(action.host_slot)
         if (mark := self.read_by(action.host_slot)) is not None:
             self.engine.wait(mark)
+        # It stays: another chunk of the slot may have a later mark when this wait ends.
         if (mark := self._launched.get(action.host_slot)) is not None:
-            self.engine.wait(mark)  # another lane, with another chunk of the slot, waits too
-            self._launched.pop(action.host_slot, None)
+            self.engine.wait(mark)
         if self.slots is not None and action.host_slot >= 0:
             data = read(chunk, staging)
             self.slots.write(action.host_slot, chunk.extent.copies, data, chunk.start)

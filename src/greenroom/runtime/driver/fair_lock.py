@@ -12,27 +12,35 @@ class FairLock:
 
     A `threading.Lock` goes to any waiting thread: a model that generates takes the lock for every
     layer, so a thread that resizes the cache could wait for seconds.
+
+    An interrupt may come between `__enter__` and the body of `with`, or before `__exit__` has done
+    anything: then the thread has the lock for good. It gets it again at its next request.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: deque[threading.Lock] = deque()
-        self._locked = False
+        self._waiting: deque[tuple[threading.Lock, int]] = deque()  # with the thread of each
+        self._owner = 0  # the thread that has the lock; 0: none
 
     def __enter__(self) -> None:
+        thread = threading.get_ident()
         with self._lock:
-            if not self._locked:
-                self._locked = True
+            if self._owner in (0, thread):
+                self._owner = thread
                 return
             turn = threading.Lock()
             turn.acquire()
-            self._waiting.append(turn)
+            # A request that was interrupted before its wait is one of nobody.
+            for left in [each for each in self._waiting if each[1] == thread]:
+                self._waiting.remove(left)
+            request = turn, thread
+            self._waiting.append(request)
         try:
             turn.acquire()
         except BaseException:  # Ctrl-C while waiting: the lock must not be handed to this thread
             with self._lock:
-                if turn in self._waiting:
-                    self._waiting.remove(turn)
+                if request in self._waiting:
+                    self._waiting.remove(request)
                     raise
             self.__exit__(None, None, None)
             raise
@@ -44,7 +52,8 @@ class FairLock:
         trace: TracebackType | None,
     ) -> None:
         with self._lock:
+            self._owner = 0
             if self._waiting:
-                self._waiting.popleft().release()
-            else:
-                self._locked = False
+                turn, self._owner = self._waiting[0]
+                del self._waiting[0]  # an interrupt comes behind calls only
+                turn.release()

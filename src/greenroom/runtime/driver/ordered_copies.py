@@ -15,6 +15,7 @@ that it measures are those of the link.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from greenroom.core.events import StartChunk
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import DeviceError, StoreError
-from greenroom.runtime.cuda.engine import Mark
+from greenroom.runtime.cuda.engine import Mark, device_errors
 from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
@@ -72,8 +73,8 @@ class OrderedCopies:
     def begin(self) -> None:
         """Begin a step of the calling thread, which has launched all that its copies follow."""
         if self._parts is not None:
+            self._thread, self._ends = threading.get_ident(), False  # first: so that `end` ends it
             self._parts[2].begin_step()
-            self._thread, self._ends = threading.get_ident(), False
 
     def take(self, action: StartChunk) -> bool:
         """Take a chunk whose copy this thread can launch; `launch` does."""
@@ -136,6 +137,8 @@ class OrderedCopies:
             host_memory.mark_read((action.host_slot,), mark)
         except (DeviceError, StoreError) as failure:
             error = failure
+            with contextlib.suppress(DeviceError), device_errors():  # of a device that is lost
+                engine.wait(engine.mark())  # some of its copies may be on their way
         deliver(action, nbytes, error)
         if self._waiting.get(action.lane) is action:  # no other chunk has the lane
             del self._waiting[action.lane]
