@@ -26,7 +26,6 @@ from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.store.disk import Chunk
 
-
 MOST_COUNTED = 4096  # steps of a pass whose copies are counted
 
 
@@ -100,8 +99,8 @@ class HostLoads:
         if host_memory.kernels_can_read:
             table.listed_copies = host_memory.plans.most
         self._trial = CopyTrial()
-        # Whose times are not counted yet. Nobody counts where a decoder is called by itself; all but
-        # the latest have ended, since a report of later work was read.
+        # Whose times are not counted yet. Nobody counts where a decoder is called by itself; all
+        # but the latest have ended, since a report of later work was read.
         self._launched = deque[Copies](maxlen=MOST_COUNTED)
         host_memory.read_by = self._mark_of
         self._bounds: dict[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]] = {}

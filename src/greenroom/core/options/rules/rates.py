@@ -3,8 +3,8 @@
 Times are in seconds, sizes in bytes. The cost model is a machine's profile, or what was measured
 when the model was loaded. Each link and processor has a correction: a moving average of the ratio
 of measured to expected times. The link to a device has two: chunks that threads move wait for these
-threads too, and copies in order with the computation do not. While the host's processor is not used, its correction moves back
-towards 1, so that one slow moment does not exclude it for good.
+threads too, and copies in order with the computation do not. While the host's processor is not
+used, its correction moves back towards 1, so that one slow moment does not exclude it for good.
 """
 
 from __future__ import annotations
