@@ -13,7 +13,8 @@ experts meanwhile, and Python computes in one thread at a time.
 
     hits      layers whose experts are all in slots
     deferred  the scheduler's part of such a layer, after later layers' launches
-    misses    layers that wait for an expert
+    misses    layers that wait for an expert, until the next layer's piece is launched
+    behind    the rest of such a layer, if its next piece was launched with its copies
     to copy   of these, from the report of missing experts to the launch of the first copy: so long
               the device waits for the host, which does the rest while bytes are on their way
     rest      a layer's share of the decoder's other host work: attention, norms, router, where
@@ -76,8 +77,8 @@ from greenroom.runtime.slots.tier import ABSENT
 
 now = time.perf_counter
 SHAPE = Shape(hidden=64, inner=32, layers=8, experts=64, top_k=8)
-COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "to copy us", "rest us",
-           "graph us", "launches", "layers hit", "layers missed", "graphs",
+COLUMNS = ("slots", "hit ratio", "hits us", "deferred us", "misses us", "behind us", "to copy us",
+           "rest us", "graph us", "launches", "layers hit", "layers missed", "graphs",
            "in pieces")  # fmt: skip
 
 
@@ -212,6 +213,7 @@ class Clock:
     """Seconds of each layer's experts, or of its piece, by whether it missed any.
 
     deferred: those of steps before, that are served while the device computes
+    behind:   those of layers behind the launch of the next one's piece
     rest:     those of a token outside of experts or pieces
     tokens:   those of whole tokens that are one graph
     pieces:   the number of tokens in pieces
@@ -223,28 +225,42 @@ class Clock:
         self.deferred, self.tokens, self.on = list[float](), list[float](), False
         self.rest, self._experts, self._is_graph = list[float](), 0.0, False
         self.to_copy, self._reported, self._misses = list[float](), 0.0, 0
+        self.behind = list[float]()
+        self._next: tuple[float, float] | None = None  # stubs and time at the next piece's launch
         read_report, capture = TokenLaunches.read_report, ListedCopies.capture
         compute, replay = decoder.forward, GraphPass._replay
         driver, inner = greenroom_.driver, forward._forward
-        settle, serve_layer, replay_pieces = (
-            driver.deferred.settle, PieceGraph._serve_layer, PieceGraph.replay
+        settle, serve_layer, replay_pieces, launch_next = (
+            driver.deferred.settle, PieceGraph._serve_layer, PieceGraph.replay,
+            PieceGraph._launch_next,
         )  # fmt: skip
 
         def begin_layer() -> tuple[float, float]:
             return launches.seconds, now()
 
         def end_layer(begin: tuple[float, float]) -> None:
-            seconds = (end := now()) - begin[1] - (launches.seconds - begin[0])
+            last = end = launches.seconds, now()
+            if self._next is not None:
+                last, self._next = self._next, None
+                behind = end[1] - last[1] - (end[0] - last[0])
+                self._experts += behind
+                if self.on:
+                    self.behind.append(behind)
+            seconds = last[1] - begin[1] - (last[0] - begin[0])
             before, self._misses = self._misses, int(driver.miss_counts.sum())
             self._experts += seconds
             if self.on:
                 self.seconds[self._misses > before].append(seconds)
-            launches.seconds += now() - end  # of this, which is nobody's work
+            launches.seconds += now() - end[1]  # of this, which is nobody's work
 
         def timed_layer(graph: PieceGraph, *arguments: Any) -> None:
             serve_layer(graph, *arguments)
             end_layer(self._since)
             self._since = begin_layer()
+
+        def timed_next(graph: PieceGraph) -> None:
+            launch_next(graph)
+            self._next = begin_layer()
 
         def timed_pieces(graph: PieceGraph, *arguments: Any) -> Any:
             self.pieces, self._since = self.pieces + self.on, begin_layer()
@@ -311,12 +327,14 @@ class Clock:
             ListedCopies.capture = capture  # type: ignore[method-assign]
             PieceGraph._serve_layer = serve_layer  # type: ignore[method-assign]
             PieceGraph.replay = replay_pieces  # type: ignore[method-assign]
+            PieceGraph._launch_next = launch_next  # type: ignore[method-assign]
             vars(decoder).pop("forward", None)
 
         forward._forward, self.remove = timed, remove
         GraphPass._replay = noted  # type: ignore[method-assign]
         PieceGraph._serve_layer = timed_layer  # type: ignore[method-assign]
         PieceGraph.replay = timed_pieces  # type: ignore[method-assign]
+        PieceGraph._launch_next = timed_next  # type: ignore[method-assign]
         decoder.forward = timed_token
 
 
@@ -364,7 +382,7 @@ def measure(folder: Path, cache: str, args: argparse.Namespace, launches: Launch
     each = launches.count / max(1, len(hits) + len(misses) + len(whole) * layers)
     return [
         f"{setup.capacity}", f"{ratio:.1%}",
-        *map(middle, (hits, clock.deferred, misses, clock.to_copy, rest, whole)),
+        *map(middle, (hits, clock.deferred, misses, clock.behind, clock.to_copy, rest, whole)),
         f"{each:.1f}", f"{len(hits)}", f"{len(misses)}", f"{len(whole)}", f"{clock.pieces}",
     ]  # fmt: skip
 
