@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from greenroom.core.events import StartChunk
-from greenroom.errors import DeviceError, StoreError
+from greenroom.errors import ClosedError, DeviceError, StoreError
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slot_table import SlotTable
@@ -317,6 +317,45 @@ def test_an_interrupt_between_two_copies_loses_none(rig, monkeypatch, at):
     in_time(lambda: rig.step(0, *range(EXPERTS)))
     rig.look_up()
     rig.check()
+
+
+@pytest.mark.parametrize("at", ["land", "_insert_now"])
+def test_an_interrupt_within_a_delivery_makes_the_driver_unusable(rig, monkeypatch, at):
+    """Delivered again, the chunk would count twice: an expert would seem to be complete."""
+    calls, original = [], getattr(rig.table, at)
+
+    def interrupt(*arguments: Any) -> None:
+        calls.append(arguments)
+        original(*arguments)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(rig.table, at, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rig.step(0, *range(EXPERTS))
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="unusable"):
+            rig.step(1, *range(EXPERTS))
+    assert len(calls) == 4
+
+
+def test_interrupts_at_a_step_s_end_and_while_it_is_abandoned_leave_no_open_step(rig, monkeypatch):
+    settle, calls = rig.driver._ordered.settle, []
+
+    def interrupt() -> None:
+        calls.append(1)
+        if len(calls) < 3:
+            raise KeyboardInterrupt
+        settle()
+
+    monkeypatch.setattr(rig.driver._ordered, "settle", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rig.step(0, *range(EXPERTS))
+    assert len(calls) == 2
+    rig.driver.begin_exclusive()  # as before each launch of look-ups
+    assert len(calls) == 3
+    rig.look_up()
+    in_time(lambda: step_by_table(rig, 1, *range(EXPERTS)))
 
 
 def test_the_thread_waits_when_many_copies_are_under_way(rig, monkeypatch):

@@ -11,6 +11,7 @@ forever.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -147,13 +148,22 @@ class Deliveries:
         """Deliver a chunk that arrived or failed, in a copier's thread."""
         with self._driver.lock:
             if self._actions.broken is None:
-                try:
+                with contextlib.suppress(BaseException):  # every waiting thread gets the error
                     self.handle(action, nbytes, error)
-                except BaseException as exception:  # it must reach the threads that wait
-                    self._actions.mark_broken(exception)
 
     def handle(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
-        """Deliver a chunk; the driver's lock is held."""
+        """Deliver a chunk; the driver's lock is held.
+
+        An exception, such as an interrupt, leaves a chunk that was delivered in part: the driver
+        is broken.
+        """
+        try:
+            self._deliver(action, nbytes, error)
+        except BaseException as exception:  # it must reach the threads that wait
+            self._actions.mark_broken(exception)
+            raise
+
+    def _deliver(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
         driver, now = self._driver, time.perf_counter()
         driver.meter.links[action.link].chunk_ended(now, nbytes)
         if (timeline := driver.timeline) is not None:

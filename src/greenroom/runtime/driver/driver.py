@@ -251,7 +251,6 @@ class Driver:
         assert self._host is not None
         assert prepare is not None
         layer, begin = self.passes.layer, time.perf_counter()
-        first = self.pieces.offsets[layer]
 
         def done(error: BaseException | None) -> None:
             if (timeline := self.timeline) is not None:
@@ -264,7 +263,7 @@ class Driver:
                     with contextlib.suppress(BaseException):  # every waiting thread gets the error
                         self._handle_locked(Computed(HOST))
 
-        self._host.start(prepare(action.experts - first, action.slots), done)
+        self._host.start(prepare(action.experts - self.pieces.offsets[layer], action.slots), done)
 
     def resident_steps(
         self, layers: Sequence[int], find: Callable[[SlotTables], Sequence[int]]
@@ -314,7 +313,8 @@ class Driver:
         actions, scheduler = self._actions, self.scheduler
         if actions.stopped:
             actions.check_open()
-        if actions or scheduler.step is not None or scheduler.resident_steps.unfinished:
+        is_left = scheduler.step is not None or self._ordered.thread != 0
+        if actions or is_left or scheduler.resident_steps.unfinished:
             self._abandon()
         if interruptible and actions.stopped:
             actions.check_interrupted()

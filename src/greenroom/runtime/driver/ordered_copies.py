@@ -44,6 +44,8 @@ class OrderedCopies:
     """Copies from host memory to slots, launched by a step's thread.
 
     The thread has the lock of steps.
+
+    thread: of the step under way; 0: no step, or none that takes copies
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class OrderedCopies:
         """Copy chunks of `store`; without host memory or a table of slots, none is taken."""
         self._store, self._is_moving = store, scheduler.view.is_moving
         self._waiting = dict[int, StartChunk]()  # by lane
-        self._thread = 0  # of the step under way; 0: no step, or none that takes copies
+        self.thread = 0
         self._ends = True  # it takes no more
         self._arrived = dict[int, tuple[int, Mark]]()  # by slot, in this step: number, its mark
         self._under_way = deque[Mark]()
@@ -73,7 +75,7 @@ class OrderedCopies:
     def begin(self) -> None:
         """Begin a step of the calling thread, which has launched all that its copies follow."""
         if self._parts is not None:
-            self._thread, self._ends = threading.get_ident(), False  # first: so that `end` ends it
+            self.thread, self._ends = threading.get_ident(), False  # first: so that `end` ends it
             self._parts[2].begin_step()
 
     def take(self, action: StartChunk) -> bool:
@@ -88,7 +90,7 @@ class OrderedCopies:
         return False
 
     def _can_launch(self, action: StartChunk) -> bool:
-        if self._ends or threading.get_ident() != self._thread or action.link != LAST_LINK:
+        if self._ends or threading.get_ident() != self.thread or action.link != LAST_LINK:
             return False
         if action.host_slot < 0 or action.slot < 0 or action.copy_slot >= 0:
             return False
@@ -129,7 +131,8 @@ class OrderedCopies:
             if (mark := slots.mark_of(action.slot)) is not self._behind:
                 engine.wait_on(self._stream, mark)
                 self._behind = mark
-            slots.launch_write(action.slot, copies, data, start)
+            with device_errors():
+                slots.launch_write(action.slot, copies, data, start)
             nbytes, mark = chunk.length, engine.mark()
             self._under_way.append(mark)
             self._launched += 1
@@ -160,7 +163,7 @@ class OrderedCopies:
 
     def settle(self) -> None:
         """Have all later work wait for the launched copies, and write the table of slots."""
-        if self._thread:
+        if self.thread:
             table = self._used[2]
             if self._launched > self._joined:
                 table.engine.order(self._stream, table.stream)
@@ -173,7 +176,7 @@ class OrderedCopies:
 
         What was taken and not launched is delivered to `deliver`; None: nobody awaits it.
         """
-        if not self._thread:
+        if not self.thread:
             return
         self._ends = True
         with self._used[2].engine.on_stream(self._stream):
@@ -184,7 +187,7 @@ class OrderedCopies:
                 else:  # nobody awaits it, as after an interrupt behind its delivery
                     del self._waiting[action.lane]
         self.settle()
-        self._thread = 0
+        self.thread = 0
 
     def take_seconds(self) -> float:
         """Return how long the step's thread has waited for copies."""
