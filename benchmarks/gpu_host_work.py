@@ -13,8 +13,9 @@ experts meanwhile, and Python computes in one thread at a time.
 
     hits      layers whose experts are all in slots
     deferred  the scheduler's part of such a layer, after later layers' launches
-    misses    layers that wait for an expert, until the next layer's piece is launched
-    behind    the rest of such a layer, if its next piece was launched with its copies
+    misses    layers that wait for an expert
+    behind    the rest of such a layer, if the next layer's piece was launched with its copies: this
+              launch is counted as the next layer's
     to copy   of these, from the report of missing experts to the launch of the first copy: so long
               the device waits for the host, which does the rest while bytes are on their way
     rest      a layer's share of the decoder's other host work: attention, norms, router, where
@@ -209,6 +210,11 @@ def run_all(work: Iterable[Callable[[], None]]) -> None:
         each()
 
 
+def between(begin: tuple[float, float], end: tuple[float, float]) -> float:
+    """Return the host's seconds between two moments: (seconds of stubs so far, time)."""
+    return end[1] - begin[1] - (end[0] - begin[0])
+
+
 class Clock:
     """Seconds of each layer's experts, or of its piece, by whether it missed any.
 
@@ -226,7 +232,8 @@ class Clock:
         self.rest, self._experts, self._is_graph = list[float](), 0.0, False
         self.to_copy, self._reported, self._misses = list[float](), 0.0, 0
         self.behind = list[float]()
-        self._next: tuple[float, float] | None = None  # stubs and time at the next piece's launch
+        self._next: list[tuple[float, float]] = []  # before and behind the next piece's launch
+        self._launch = 0.0  # of the present layer's piece, if it was launched in the layer before
         read_report, capture = TokenLaunches.read_report, ListedCopies.capture
         compute, replay = decoder.forward, GraphPass._replay
         driver, inner = greenroom_.driver, forward._forward
@@ -240,13 +247,14 @@ class Clock:
 
         def end_layer(begin: tuple[float, float]) -> None:
             last = end = launches.seconds, now()
-            if self._next is not None:
-                last, self._next = self._next, None
-                behind = end[1] - last[1] - (end[0] - last[0])
+            launch, self._launch = self._launch, 0.0
+            if self._next:
+                (last, launched), self._next = self._next, []
+                self._launch, behind = between(last, launched), between(launched, end)
                 self._experts += behind
                 if self.on:
                     self.behind.append(behind)
-            seconds = last[1] - begin[1] - (last[0] - begin[0])
+            seconds = launch + between(begin, last)
             before, self._misses = self._misses, int(driver.miss_counts.sum())
             self._experts += seconds
             if self.on:
@@ -259,8 +267,9 @@ class Clock:
             self._since = begin_layer()
 
         def timed_next(graph: PieceGraph) -> None:
+            self._next.append(begin_layer())
             launch_next(graph)
-            self._next = begin_layer()
+            self._next.append(begin_layer())
 
         def timed_pieces(graph: PieceGraph, *arguments: Any) -> Any:
             self.pieces, self._since = self.pieces + self.on, begin_layer()
