@@ -87,6 +87,26 @@ def test_copies_in_order_have_a_rate_of_their_own(slow, moved, on_host):
     assert (misses.loads.pieces, list(misses.on_host)) == (moved, on_host)
 
 
+def test_copies_in_order_are_tried_before_the_host_computes_all_misses():
+    """Without a measurement, a link that seems slow would never be used."""
+    scheduler = sharing("lru", 2, 6, HOST_FIRST, learn=True)
+    fill(scheduler, 1, 2, 3, 4, 5)
+    (option,) = scheduler.options
+    moved = []
+    for number in range(6):
+        misses = scheduler.resident_steps.load(Routed(5 + number, 0, ids(1, 2)), 0.0)
+        moved.append(misses.loads.size)
+        scheduler.on(HostComputed(0, misses.on_host, 0.1), 0.0)
+        if misses.loads.size:
+            scheduler.resident_steps.undo(misses, Routed(5 + number, 0, ids(1, 2)))
+            option.copied(100, 10.0)
+    assert moved == [1, 1, 1, 1, 0, 0]
+    for _ in range(100):
+        option.copied(100, 0.01)
+    misses = scheduler.resident_steps.load(Routed(11, 0, ids(1, 2)), 0.0)
+    assert misses.loads.size > 0
+
+
 def test_the_host_takes_the_last_misses_and_gets_no_slot_for_them():
     scheduler = sharing("lru", 2, 6, BOTH)
     fill(scheduler, 1, 2, 3, 4, 5)

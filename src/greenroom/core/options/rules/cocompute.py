@@ -54,8 +54,12 @@ class CoCompute(Option):
             queues.devices[0] += miss.on_device
         self._add_backlog(queues, (), view, in_order=True)
         count = count_on_host(len(misses), miss, queues)
+        if count == len(misses) and rates.tries_copies:
+            count -= 1
         if not count:
             rates.host_unused()
+        elif count == len(misses):
+            rates.copies_unused()
         for expert in misses[len(misses) - count :]:
             self._promotions.remove(expert)
         return count

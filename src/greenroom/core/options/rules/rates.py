@@ -19,6 +19,7 @@ from greenroom.errors import UsageError
 DECAY = 0.9  # of a correction at each sample: about the last ten count
 LIMIT = 4.0  # samples are clipped to this factor of the correction, against outliers
 FADE = 0.99  # of a correction at each step that does not use the processor
+TRIES = 4  # steps whose copies in order are measured before they may be left out
 
 
 class Correction:
@@ -56,6 +57,7 @@ class Rates:
         self._bytes, self._learn = expert_bytes, learn
         self._links = [Correction() for _ in range(1 + devices)]
         self._in_order = Correction()  # of the first device's link
+        self._copied = 0  # steps whose copies in order were measured
         self._processors = {device: Correction() for device in (HOST, *range(devices))}
         self._began: dict[tuple[int, int], float] = {}  # chunks on (link, lane)
         self._landed = [float("-inf")] * (1 + devices)  # when each link last delivered
@@ -138,9 +140,19 @@ class Rates:
             self._links[link].add(nbytes / bandwidth, now - since)
 
     def copied(self, nbytes: int, seconds: float) -> None:
-        """Correct the rate of copies in order by some that have ended."""
+        """Correct the rate of copies in order by those of a step that have ended."""
         if self._learn:
+            self._copied += 1
             self._in_order.add(nbytes / self._costs.links[1].bandwidth, seconds)
+
+    @property
+    def tries_copies(self) -> bool:
+        """Tell whether a step should move some expert in order, since their rate is unknown."""
+        return self._learn and self._copied < TRIES
+
+    def copies_unused(self) -> None:
+        """Move the correction of copies in order towards 1 after a step without any."""
+        self._in_order.fade()
 
     def computed(self, device: int, rows: Iterable[int], nbytes: int, seconds: float) -> None:
         """Correct a processor's rate by the time that an expert group took.
