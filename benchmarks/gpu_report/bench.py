@@ -120,7 +120,14 @@ def clocked(greenroom: Greenroom) -> Iterator[dict[str, float]]:
         for name in ("begin", "compute_group", "combine"):
             setattr(greenroom.kernel, name, timed("launches", getattr(greenroom.kernel, name)))
             undo.callback(delattr, greenroom.kernel, name)
-        for name in ("start", "start_piece", "start_again", "compute_loaded", "result"):
+        for name in (
+            "start",
+            "start_piece",
+            "launch_piece",
+            "start_again",
+            "compute_loaded",
+            "result",
+        ):
             clock(TokenLaunches, name, "launches")
         yield spent
 
