@@ -5,11 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
+
+from greenroom.interrupts import after_interrupts
 
 PROGRAM = """
 import ctypes, gc, os, sys, threading, time, weakref
@@ -246,3 +249,38 @@ def test_a_process_that_ignores_it_goes_on_doing_so() -> None:
         "os.kill(os.getpid(), signal.SIGINT)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_part_that_runs_whole_hears_of_ctrl_c_behind_it(fails: bool) -> None:
+    def run() -> None:
+        with after_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            done.append("whole")
+            if fails:
+                raise OSError("of the part")
+        done.append("later")
+
+    done = list[str]()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt) as raised:
+            run()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == ["whole"]
+    assert isinstance(raised.value.__context__, OSError) == fails
+
+
+def test_a_part_of_another_thread_changes_no_handler() -> None:
+    handlers = list[object]()
+
+    def run() -> None:
+        with after_interrupts():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGINT)]

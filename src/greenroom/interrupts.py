@@ -99,6 +99,23 @@ def defer_interrupts() -> Iterator[None]:
             watch.defer(False)
 
 
+@contextlib.contextmanager
+def after_interrupts() -> Iterator[None]:
+    """Run a short part of the main thread whole: Ctrl-C is handled behind it."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came = list[int]()
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(signal.SIGINT, None)
+
+
 def end_with_parent() -> None:
     """Let Linux kill this process when its parent process ends for any reason."""
     import ctypes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -337,6 +338,57 @@ def test_an_interrupt_within_a_delivery_makes_the_driver_unusable(rig, monkeypat
         with pytest.raises(ClosedError, match="unusable"):
             rig.step(1, *range(EXPERTS))
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("at", ["launch_write", "mark_read"])
+def test_no_bytes_are_written_twice_behind_an_interrupt(rig, monkeypatch, at):
+    """Slots count the bytes of nested experts, and join their planes when all have come."""
+    written, write = list[Any](), rig.slots.launch_write
+    place = rig.slots if at == "launch_write" else rig.driver.host_memory
+    original = getattr(place, at)
+
+    def writing(slot: int, copies: Any, data: Any, start: int) -> None:
+        written.append((slot, start))
+        write(slot, copies, data, start)
+
+    def interrupt(*arguments: Any) -> None:
+        (writing if at == "launch_write" else original)(*arguments)
+        if len(written) == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.slots, "launch_write", writing)
+        patch.setattr(place, at, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rig.step(0, *range(EXPERTS))
+        assert len(written) == len({*written}) > 4
+    rig.look_up()
+    rig.step(1, *range(EXPERTS))
+    rig.check()
+
+
+def test_ctrl_c_waits_for_a_batch_of_copies(rig, monkeypatch):
+    """Else a delivery that it interrupts would make the driver unusable."""
+    land, calls = rig.table.land, list[int]()
+
+    def interrupt(*arguments: Any) -> None:
+        land(*arguments)
+        calls.append(1)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.table, "land", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                rig.step(0, *range(EXPERTS))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(calls) > 2
+    rig.look_up()
+    rig.step(1, *range(EXPERTS))
+    rig.check()
 
 
 def test_interrupts_at_a_step_s_end_and_while_it_is_abandoned_leave_no_open_step(rig, monkeypatch):

@@ -20,24 +20,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from greenroom.core.events import StartChunk
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import DeviceError, StoreError
+from greenroom.interrupts import after_interrupts
 from greenroom.runtime.cuda.engine import Mark, device_errors
 from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
-
-if TYPE_CHECKING:
-    from greenroom.runtime.driver.copier import Failure, Store
+from greenroom.runtime.driver.copier import Failure, Store, read_error
 
 WINDOW = 16  # copies under way, of up to 4 MiB: a millisecond of a fast link
 BATCH_BYTES = 64 << 20  # that are launched before the next group of experts
 LAST_LINK = 1  # from host memory
 
-Deliver = Callable[[StartChunk, int, "Failure | None"], None]
+Deliver = Callable[[StartChunk, int, Failure | None], None]
 
 
 class OrderedCopies:
@@ -65,6 +64,7 @@ class OrderedCopies:
         self._under_way = deque[Mark]()
         self._launched = self._joined = 0  # copies of this step; of them, behind the computation
         self._behind: Mark = None  # the last mark that the stream of copies has waited for
+        self._begun: StartChunk | None = None  # the last chunk whose copy has begun
         self._seconds = 0.0  # that the thread has waited for copies
         self._parts = None
         if host_memory is not None and table is not None:
@@ -108,7 +108,7 @@ class OrderedCopies:
         Each is delivered when it is launched, which lets others begin. The driver's lock is held.
         """
         nbytes = 0
-        with self._used[2].engine.on_stream(self._stream):
+        with after_interrupts(), self._used[2].engine.on_stream(self._stream):
             while self._waiting and nbytes < BATCH_BYTES:
                 nbytes += self._launch(next(iter(self._waiting.values())), deliver)
 
@@ -122,6 +122,8 @@ class OrderedCopies:
         slots, host_memory, table = self._used
         engine, nbytes, error = table.engine, 0, None
         try:
+            if action is self._begun:  # an exception left it: its bytes may be counted already
+                raise read_error(action.piece, ": its copy was interrupted")
             if len(self._under_way) >= WINDOW:
                 begin = time.perf_counter()
                 engine.wait(self._under_way.popleft())
@@ -131,6 +133,7 @@ class OrderedCopies:
             if (mark := slots.mark_of(action.slot)) is not self._behind:
                 engine.wait_on(self._stream, mark)
                 self._behind = mark
+            self._begun = action
             with device_errors():
                 slots.launch_write(action.slot, copies, data, start)
             nbytes, mark = chunk.length, engine.mark()
@@ -179,7 +182,7 @@ class OrderedCopies:
         if not self.thread:
             return
         self._ends = True
-        with self._used[2].engine.on_stream(self._stream):
+        with after_interrupts(), self._used[2].engine.on_stream(self._stream):
             while self._waiting:
                 action = next(iter(self._waiting.values()))
                 if deliver is not None and self._is_moving(action):
