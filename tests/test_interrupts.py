@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.interrupts import after_interrupts
+from greenroom.interrupts import hold_interrupts
 
 PROGRAM = """
 import ctypes, gc, os, sys, threading, time, weakref
@@ -252,9 +252,9 @@ def test_a_process_that_ignores_it_goes_on_doing_so() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_part_that_runs_whole_hears_of_ctrl_c_behind_it(fails: bool) -> None:
+def test_ctrl_c_is_handled_behind_a_context_that_holds_it(fails: bool) -> None:
     def run() -> None:
-        with after_interrupts():
+        with hold_interrupts():
             signal.raise_signal(signal.SIGINT)
             done.append("whole")
             if fails:
@@ -273,11 +273,11 @@ def test_a_part_that_runs_whole_hears_of_ctrl_c_behind_it(fails: bool) -> None:
     assert isinstance(raised.value.__context__, OSError) == fails
 
 
-def test_a_part_of_another_thread_changes_no_handler() -> None:
+def test_another_thread_changes_no_handler() -> None:
     handlers = list[object]()
 
     def run() -> None:
-        with after_interrupts():
+        with hold_interrupts():
             handlers.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=run)

@@ -100,8 +100,8 @@ def defer_interrupts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def after_interrupts() -> Iterator[None]:
-    """Run a short part of the main thread whole: Ctrl-C is handled behind it."""
+def hold_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of this context, in the main thread."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

@@ -54,8 +54,8 @@ class HostMemory:
     chunk is read into the thread's staging buffer, rearranged into its expert's slot, and copied
     unchanged from there to the GPU.
 
-    plans:   what callers derive from the bytes in a slot, until the next read into the slot
-    read_by: returns the event behind copies that read a slot, beside those of `mark_read`
+    plans:          what callers derive from the bytes in a slot, until the next read into the slot
+    mark_of_copies: returns the event behind copies from a slot, beside that of `mark_read`
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class HostMemory:
             self.slots = HostSlots(capacity, stride, memory=memory)
         self._at: dict[tuple[int, int, int], np.ndarray] = {}  # a chunk's bytes, by `_key`
         self._launched: dict[int, Mark] = {}  # by slot: behind the last copies from there
-        self.read_by: Callable[[int], Mark] = lambda host_slot: None
+        self.mark_of_copies: Callable[[int], Mark] = lambda host_slot: None
         self.plans = CopyPlans(
             self.capacity,
             max(sum(len(chunk.extent.copies) for chunk in each) for each in chunks),
@@ -157,7 +157,7 @@ class HostMemory:
         """
         if action.host_slot >= 0:
             self.plans.forget(action.host_slot)
-        if (mark := self.read_by(action.host_slot)) is not None:
+        if (mark := self.mark_of_copies(action.host_slot)) is not None:
             self.engine.wait(mark)
         # It stays: another chunk of the slot may have a later mark when this wait ends.
         if (mark := self._launched.get(action.host_slot)) is not None:

@@ -102,7 +102,7 @@ class HostLoads:
         # Whose times are not counted yet. Nobody counts where a decoder is called by itself; all
         # but the latest have ended, since a report of later work was read.
         self._launched = deque[Copies](maxlen=MOST_COUNTED)
-        host_memory.read_by = self._mark_of
+        host_memory.mark_of_copies = self._mark_of
         self._bounds: dict[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]] = {}
 
     def launch(

@@ -25,7 +25,7 @@ from typing import Any
 from greenroom.core.events import StartChunk
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import DeviceError, StoreError
-from greenroom.interrupts import after_interrupts
+from greenroom.interrupts import hold_interrupts
 from greenroom.runtime.cuda.engine import Mark, device_errors
 from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slot_table import SlotTable
@@ -108,7 +108,7 @@ class OrderedCopies:
         Each is delivered when it is launched, which lets others begin. The driver's lock is held.
         """
         nbytes = 0
-        with after_interrupts(), self._used[2].engine.on_stream(self._stream):
+        with hold_interrupts(), self._used[2].engine.on_stream(self._stream):
             while self._waiting and nbytes < BATCH_BYTES:
                 nbytes += self._launch(next(iter(self._waiting.values())), deliver)
 
@@ -182,7 +182,7 @@ class OrderedCopies:
         if not self.thread:
             return
         self._ends = True
-        with after_interrupts(), self._used[2].engine.on_stream(self._stream):
+        with hold_interrupts(), self._used[2].engine.on_stream(self._stream):
             while self._waiting:
                 action = next(iter(self._waiting.values()))
                 if deliver is not None and self._is_moving(action):
