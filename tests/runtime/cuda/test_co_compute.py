@@ -220,8 +220,9 @@ def test_the_next_step_releases_what_an_interrupted_one_had_left_to_the_host(dis
     placement, driver = rig.scheduler.placement, rig.driver
     for _ in range(TRIES):
         rig.scheduler.option_calls.copied(10**6, 1.0)  # else a copy in order is tried
-    absent = next(e for e in (12, 13, 14, 15) if not placement.has_slot(e))
-    event = Routed(1, 2, np.array([absent], np.int64))
+    routed = [layer * EXPERTS + e for layer in range(LAYERS) for e in range(4)]  # 12, for 6 slots
+    absent = next(e for e in routed if not placement.has_slot(e))
+    event = Routed(1, absent // EXPERTS, np.array([absent], np.int64))
     with driver.lock:
         misses = rig.scheduler.resident_steps.load(event, 0.0)
     assert misses is not None
