@@ -147,7 +147,7 @@ def _write_report(
 
 
 class Launch:
-    """What replaces one kernel; its time is not counted as the host's."""
+    """What replaces one kernel or graph; its time is not counted as the host's."""
 
     def __init__(self, launches: Launches, act: Any) -> None:
         self._launches, self._act = launches, act
@@ -156,10 +156,11 @@ class Launch:
         return self
 
     def __call__(self, *arguments: Any, **constants: Any) -> None:
-        launches, begin = self._launches, now()
-        before = launches.seconds
+        begin = now()
+        launches = self._launches
+        before, count = launches.seconds, launches.count + 1
         self._act(*arguments, **constants)
-        launches.count += 1
+        launches.count = count  # without launches in a graph
         launches.seconds = before + now() - begin
 
 
@@ -178,17 +179,7 @@ class Graphs(Engine):
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         look_ups = self._launches.note(work)
-        return self._graph(partial(run_all, look_ups))
-
-    def _graph(self, work: Callable[[], None]) -> Callable[[], None]:
-        launch = Launch(self._launches, work)
-
-        def replay() -> None:
-            count = self._launches.count
-            launch()
-            self._launches.count = count + 1
-
-        return replay
+        return Launch(self._launches, partial(run_all, look_ups))
 
     def capture_in_pieces(
         self, work: Callable[[Callable[[], None]], None]
@@ -202,7 +193,7 @@ class Graphs(Engine):
             captured[0]()
 
         pieces = [begin, *captured[1:], partial(run_all, ())]
-        return [self._graph(piece) for piece in pieces]
+        return [Launch(self._launches, piece) for piece in pieces]
 
 
 def run_all(work: Iterable[Callable[[], None]]) -> None:
