@@ -239,6 +239,23 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
     assert (process.returncode, err) == (130, "greenroom: interrupted\n")
 
 
+def test_a_device_that_hangs_while_it_is_held_back_keeps_no_process() -> None:
+    process = start(
+        """
+def command(args):
+    lock = threading.Lock()
+    lock.acquire()
+    with greenroom.interrupts.hold_interrupts():
+        ready()
+        lock.acquire()
+""",
+        Path(),
+    )
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "greenroom: interrupted\n")
+
+
 def test_a_process_that_ignores_it_goes_on_doing_so() -> None:
     """Of a shell's background, for example."""
     code = (

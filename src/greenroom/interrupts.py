@@ -99,20 +99,33 @@ def defer_interrupts() -> Iterator[None]:
             watch.defer(False)
 
 
+class _Holder:
+    """A handler of SIGINT that only notes signals, for another one that is called later."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self.handler, self.came = handler, False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+
+
 @contextlib.contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of this context, in the main thread."""
+    """Hold Ctrl-C back until the end of this context, in the main thread.
+
+    A command's process still ends within 1.5 seconds of Ctrl-C.
+    """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    came = list[int]()
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    holder = _Holder(handler)
+    signal.signal(signal.SIGINT, holder)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if came:
+        if holder.came:
             handler(signal.SIGINT, None)
 
 
@@ -246,7 +259,10 @@ class InterruptWatch:
         return begun
 
     def _ours(self) -> bool:
-        return signal.getsignal(signal.SIGINT) == self._on_signal
+        handler = signal.getsignal(signal.SIGINT)
+        while isinstance(handler, _Holder):
+            handler = handler.handler
+        return handler == self._on_signal
 
     def _send(self) -> None:
         self._sent += 1

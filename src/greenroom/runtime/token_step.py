@@ -137,4 +137,4 @@ class _LayerStep:
             by_table=True,
         )
         if self._share is not None:
-            self._share.merge_into(launches, self.report)
+            driver.device_steps.launch(self._share.merge_into, launches, self.report)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -257,3 +259,31 @@ def test_steps_that_need_events_are_not_loaded(refused):
     assert scheduler.resident_steps.load(event, 0.0) is None
     assert scheduler.counts == counts
     assert scheduler.placement.cache.state.slot_of.tolist() == before
+
+
+@pytest.mark.parametrize("at", ["pin_step", "release"])
+def test_an_interrupt_beside_a_pin_leaves_no_expert_pinned_for_good(at):
+    """Python raises at the begin of a function, before it has done anything."""
+    scheduler = Scheduler(pieces(), 4, policy("lru"), lanes=1, ahead=1)
+    carry_out(scheduler, scheduler.on(Routed(0, 0, ids(0, 1, 2, 3))))
+    residents, interrupts = scheduler.resident_steps, list[str]()
+
+    def interrupt(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_name == at and not interrupts:
+            interrupts.append(at)
+            raise KeyboardInterrupt
+
+    def step() -> None:
+        sys.settrace(interrupt)
+        try:
+            residents.serve_pinned(Routed(1, 0, ids(0, 1, 2, 3)), 0.0)
+            residents.unpin()
+        finally:
+            sys.settrace(None)
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    if residents.unfinished:  # as the next step finds
+        residents.abandon()
+    scheduler.placement.cache.pin_hits()
+    assert scheduler.placement.cache.state.pinned.tolist() == [0] * OFFSETS[-1]

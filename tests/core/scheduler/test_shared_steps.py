@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
 import pytest
@@ -297,3 +298,22 @@ def test_steps_are_shared_beside_promotions(name, requests, capacity, host):
     left = scheduler.placement.buffer.borrowed.values()  # of prompts, which prefetch
     assert not any(entry.promotion for entry in left)
     assert not leases(scheduler)
+
+
+def test_an_interrupt_waits_until_prefetches_are_dropped_as_a_whole(monkeypatch):
+    """Else one that is half dropped would be in no queue, and a step that needs it would wait."""
+    scheduler, done = sharing("lru", 4, 12, HOST_FIRST, ahead=1), list[str]()
+    fill(scheduler, 0, 1, 2, 3)
+
+    def routed(event: Routed, now: float) -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("all")
+
+    monkeypatch.setattr(scheduler.prefetcher, "routed", routed)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            scheduler.resident_steps.serve(Routed(9, 0, ids(0, 1)), 0.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == ["all"]

@@ -26,6 +26,7 @@ from greenroom.hf.attach.graph_pass import GraphPass
 from greenroom.hf.attach.token_attention import MARK, TokenAttention
 from greenroom.hf.kv.batch import Batch, is_near
 from greenroom.runtime.cuda.piece_graph import PieceGraph
+from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.token_graph import TokenGraph
 from greenroom.runtime.probes import GateInputProbe, Router
 from tests.hf.attach.test_device_decode import check_table
@@ -684,6 +685,23 @@ def test_a_token_on_another_stream_is_set_behind_the_one_before(monkeypatch):
         engine.current = "two"
         tokens_of(model, cache, 1)
         assert ordered == [[("one", "two")]] * 2
+
+
+@pytest.mark.parametrize("capacity", [6, 1000])
+def test_slots_change_their_stream_under_the_lock_of_steps(capacity, monkeypatch):
+    """Else another thread's step launches what reads slots on a stream that nobody follows."""
+    follow, owners = SlotTable.follow_stream, list[bool]()
+    with placed_lru("qwen3_moe", monkeypatch, capacity) as model, torch.inference_mode():
+        lock = model.greenroom.driver.step_lock
+
+        def followed(table: SlotTable) -> None:
+            owners.append(lock._owner == threading.get_ident())
+            follow(table)
+
+        monkeypatch.setattr(SlotTable, "follow_stream", followed)
+        tokens_of(model, prompt(model), 4)
+    assert owners
+    assert all(owners)
 
 
 def test_a_cache_that_grows_meanwhile_does_not_exchange_the_graph(monkeypatch):

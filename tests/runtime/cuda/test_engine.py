@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -228,6 +229,35 @@ def test_an_interrupt_between_two_pieces_is_not_taken_for_a_failure(gpu, streams
     monkeypatch.setattr(Graph, "capture_end", ended)
     with pytest.raises(KeyboardInterrupt):
         gpu.capture_in_pieces(lambda cut: cut())
+    assert not underway
+    assert gpu._failures == 0
+
+
+@pytest.mark.parametrize("at", ["capture_begin", "capture_end"])
+def test_a_capture_that_an_interrupt_meets_is_ended(at, gpu, streams, monkeypatch):
+    """Else its thread would capture for good. Python raises behind the call that is under way."""
+    underway, begin, end = set[int](), Graph.capture_begin, Graph.capture_end
+
+    def begun(graph: Graph, **options: Any) -> None:
+        begin(graph, **options)
+        underway.add(id(graph))
+        if at == "capture_begin":
+            signal.raise_signal(signal.SIGINT)
+
+    def ended(graph: Graph) -> None:
+        if at == "capture_end":
+            signal.raise_signal(signal.SIGINT)
+        underway.remove(id(graph))
+        end(graph)
+
+    monkeypatch.setattr(Graph, "capture_begin", begun)
+    monkeypatch.setattr(Graph, "capture_end", ended)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gpu.capture(lambda: None)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not underway
     assert gpu._failures == 0
 

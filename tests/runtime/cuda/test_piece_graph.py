@@ -83,9 +83,10 @@ class Rig:
     def launch(self, start: Callable[..., Tensor], *arguments: Any) -> Tensor:
         assert not self.launching
         self.launching = True
-        result = start(*arguments)
-        self.launching = False
-        return result
+        try:
+            return start(*arguments)
+        finally:
+            self.launching = False
 
     def serve(self, layer: int, launches: Any, then: Callable[[], None] | None) -> None:
         assert not self.launching  # it may wait for other threads

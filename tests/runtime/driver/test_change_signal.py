@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from typing import Any
+
+import pytest
 
 from greenroom.runtime.driver.change_signal import ChangeSignal
 
@@ -59,3 +63,22 @@ def test_a_waiter_that_returns_again_leaves_the_others_their_signals():
         signal.notify_all()
     third.join(30)
     assert not third.is_alive()
+
+
+def test_an_interrupt_behind_the_release_of_a_wait_finds_the_lock_taken_again() -> None:
+    change = ChangeSignal()
+
+    def interrupt(frame: Any, event: str, argument: Any) -> None:
+        if event == "c_return" and argument.__name__ == "release":
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    def wait() -> None:
+        with change.lock:
+            sys.setprofile(interrupt)
+            change.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert change.lock.acquire(blocking=False)
+    change.lock.release()

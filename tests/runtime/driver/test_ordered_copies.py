@@ -23,6 +23,7 @@ from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver import ordered_copies
 from greenroom.runtime.driver.driver import Driver
+from greenroom.runtime.driver.ordered_copies import OrderedCopies
 from greenroom.runtime.fakes import FakeStore
 from greenroom.runtime.slots.tier import ABSENT
 from greenroom.runtime.store.disk import DiskStore
@@ -263,6 +264,37 @@ def test_experts_in_host_memory_take_no_other_thread(rig, monkeypatch):
     assert not begun
     assert rig.slots.in_order == sum(len(rig.store.chunks(e)) for e in range(EXPERTS))
     assert rig.table.count == EXPERTS
+    rig.look_up()
+
+
+def test_a_look_up_on_another_stream_is_behind_copies_that_a_step_has_joined(rig, monkeypatch):
+    """The table's stream is another one by then, as after a second thread's token."""
+    request = rig.driver._request
+
+    def requested(*arguments: Any, **options: Any) -> None:
+        request(*arguments, **options)
+        with rig.engine.on_stream("another"):
+            rig.driver.changes.follow_stream()
+
+    monkeypatch.setattr(rig.driver, "_request", requested)
+    rig.begin(True, tokens=5)
+    rig.step(0, *range(EXPERTS))
+    assert rig.slots.in_order > 0
+    assert rig.table.stream == "another"
+    rig.look_up()
+
+
+def test_nested_experts_are_copied_by_the_lanes(rig, monkeypatch):
+    """Planes are joined when the last chunk has arrived, and lanes do not know of copies here."""
+    with monkeypatch.context() as nested:
+        nested.setattr(WatchedSlots, "joins_planes", True)
+        ordered = OrderedCopies(
+            rig.store, rig.slots, rig.driver.host_memory, rig.table, rig.scheduler
+        )
+    monkeypatch.setattr(rig.driver, "_ordered", ordered)
+    rig.begin(True, tokens=5)
+    rig.step(0, *range(EXPERTS))
+    assert rig.slots.in_order == 0
     rig.look_up()
 
 

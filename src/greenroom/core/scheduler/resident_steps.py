@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from greenroom.core.pieces import Ints
 from greenroom.core.prefetch.prefetcher import Prefetcher
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.core.transfers.transfers import Transfers
+from greenroom.interrupts import hold_interrupts
 
 
 class Loads:
@@ -115,7 +117,7 @@ class ResidentSteps:
         if placement.buffer.size:  # the prediction is compared with the cache before the step
             if event.prefill or -1 in cache.state.slot_of[event.experts].tolist():
                 return None
-            self._prefetcher.routed(event, now)
+            self._compare(event, now)
         slots = cache.serve_hits(
             event.experts, event.layer, event.step, event.request, event.prefill, event.rows,
             event.weights,
@@ -136,15 +138,15 @@ class ResidentSteps:
         self.unpin()  # in case of an interrupt
         slots = self.serve(event, now)
         if slots is not None and self.path is None and self._placement.buffer.size:
-            self._pinned = event.experts
             self._cache.pin_step(event.experts)
+            self._pinned = event.experts  # last: an interrupt comes before the pins or behind this
         return slots
 
     def unpin(self) -> None:
         """End what `serve_pinned` has begun, if it has pinned anything."""
         if self._pinned.size:
-            pinned, self._pinned = self._pinned, NO_PIECES
-            self._cache.release(pinned)
+            self._cache.release(self._pinned)
+            self._pinned = NO_PIECES
 
     @property
     def unfinished(self) -> bool:
@@ -213,7 +215,7 @@ class ResidentSteps:
             if (host.slot_of[missing] < 0).any() or not cache.fits(event.experts):
                 return None
             if placement.buffer.size:  # the prediction is compared with the cache before the step
-                self._prefetcher.routed(event, now)
+                self._compare(event, now)
             if shares and missing.size:
                 moved = self._moved(missing.tolist(), event.experts.size)
         served = cache.load(
@@ -230,6 +232,14 @@ class ResidentSteps:
             return self._divide(served, moved, host, event)
         host.use(served[0], event)
         return Misses(Loads(served))
+
+    def _compare(self, event: Routed, now: float) -> None:
+        """Compare the prediction of a step with its routing, and drop other prefetches.
+
+        Those of host computation may be under way: an interrupt must not leave one half dropped.
+        """
+        with contextlib.nullcontext() if self._share is None else hold_interrupts():
+            self._prefetcher.routed(event, now)
 
     def _moved(self, missing: Sequence[int], experts: int) -> int:
         """Return how many missing experts of a step are moved, and not computed by the host."""

@@ -332,7 +332,8 @@ class GraphPass:
     def _set_token(self, graph: TokenGraph, token: _Token) -> None:
         """Set what a graph computes next, behind all that the scheduler has yet to serve."""
         self._driver.deferred.settle()
-        self._driver.changes.follow_stream()  # the graph may still run on the one before
+        # The graph may still run on the stream before; no other thread's step may be under way.
+        self._driver.device_steps.launch(self._driver.changes.follow_stream)
         if token.states is not None:
             graph.set_cache(token.stamps, token.states)
         graph.set_inputs(token.ids, token.positions, token.mask, token.before)

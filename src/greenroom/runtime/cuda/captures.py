@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from greenroom.errors import DeviceError
+from greenroom.interrupts import hold_interrupts
 
 log = logging.getLogger(__name__)
 
@@ -62,15 +63,16 @@ class GraphCaptures:
 
         def begin() -> None:
             graph = torch.cuda.CUDAGraph()
-            with _hold_failed_graph(graph):
+            with hold_interrupts(), _hold_failed_graph(graph):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            underway.append(graph)
+                underway.append(graph)
 
         def end() -> None:
-            if underway:  # none if an interrupt has come between two pieces
-                with _hold_failed_graph(graph := underway.pop()):
-                    graph.capture_end()
-                graphs.append(graph)
+            with hold_interrupts():
+                if underway:  # none if an interrupt has come between two pieces
+                    with _hold_failed_graph(graph := underway.pop()):
+                        graph.capture_end()
+                    graphs.append(graph)
 
         def cut() -> None:
             end()

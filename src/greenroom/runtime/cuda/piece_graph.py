@@ -14,7 +14,7 @@ from torch import Tensor
 
 from greenroom.runtime.cuda.token_graph import MakeLaunches, NoGraph, TokenGraph
 
-Launch = Callable[..., Tensor]  # calls a function that launches work, with arguments
+Launch = Callable[..., Any]  # calls a function that launches work, with arguments
 Serve = Callable[[int, Any, Callable[[], None] | None], None]  # see `PieceGraph`
 
 
@@ -32,7 +32,7 @@ class PieceGraph(TokenGraph):
         """Allocate what the pass reads and writes.
 
         arguments: those of `TokenGraph`
-        launch:    calls a function that launches a piece, while no slot is resized
+        launch:    calls a function that launches work, while no other step is under way
         serve:     launches what a layer misses, behind its look-up: called with the layer, its
                    launches, and what it may launch behind these, the next piece; not in `launch`
         """
@@ -66,7 +66,7 @@ class PieceGraph(TokenGraph):
         Raises NoGraph if the pieces cannot be captured; Padded, and the errors of `serve`.
         """
         if not self._captured:
-            self._pieces, self._captured = self._capture_pieces(decode), True
+            self._pieces, self._captured = self._launch(self._capture_pieces, decode), True
         if not self._pieces:
             return self.compute(decode)
         self._launched, last = 0, len(self.moe_layers) - 1

@@ -152,6 +152,11 @@ class DeviceSlots(SlotPool):
             with self.engine.copying(None):
                 join_on_device(self.bytes(slot), planes)
 
+    @property
+    def joins_planes(self) -> bool:
+        """Tell whether experts are nested, whose planes are joined once all chunks have come."""
+        return self._plane_joiner is not None
+
     def launch_write(
         self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int
     ) -> None:

@@ -30,8 +30,8 @@ class ChangeSignal:
         change = threading.Lock()
         change.acquire()
         self._waiting.append(change)
-        self.lock.release()
         try:
+            self.lock.release()  # here: behind it, an interrupt finds the lock taken again
             change.acquire()
         finally:
             self.lock.acquire()

@@ -6,9 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from greenroom.core.events import Event, HostComputed, Routed
 from greenroom.core.predictor import LayerRouting
@@ -20,6 +18,9 @@ from greenroom.runtime.kernels.report import TokenReport
 
 if TYPE_CHECKING:  # it has a `DeviceSteps`
     from greenroom.runtime.driver.driver import Driver
+
+
+Result = TypeVar("Result")
 
 
 class ComputedStep(Protocol):
@@ -110,10 +111,10 @@ class DeviceSteps:
         self._miss_counts = memoryview(miss_counts)  # NumPy takes a microsecond longer
         self._handle = handle
 
-    def launch(self, start: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Call `start`, which launches a step's computation from the device's table of slots.
+    def launch(self, start: Callable[..., Result], *arguments: Any) -> Result:
+        """Call `start`, which launches work in order with the device's table of slots.
 
-        Slots are not resized meanwhile. Returns the result of `start`.
+        No other step is under way, and slots are not resized. Returns the result of `start`.
         """
         driver = self._driver
         with driver.step_lock:

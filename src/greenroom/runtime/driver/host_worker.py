@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from queue import Queue
+from functools import partial
+from queue import SimpleQueue
 
 import torch
 
@@ -24,7 +25,8 @@ class HostWorker:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._jobs: Queue[tuple[Job, Done, bool] | None] = Queue()
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # an interrupt leaves it whole
+        self._has_ended = False
         self._width = torch.get_num_threads()
         self._thread = threading.Thread(target=self._work, name="greenroom-host", daemon=True)
         self._thread.start()
@@ -34,28 +36,34 @@ class HostWorker:
 
         After the job, that thread calls `done` with the exception that the job raised, or None.
         """
-        self._jobs.put((job, done, torch.is_inference_mode_enabled()))
+        self._jobs.put(partial(self._run, job, done, torch.is_inference_mode_enabled()))
 
     def wait(self) -> None:
         """Wait until the host processor's thread has done every queued job."""
-        self._jobs.join()
+        done = threading.Lock()
+        done.acquire()
+        self._jobs.put(done.release)
+        # An interrupt within `Thread.is_alive` would leave a thread that counts as ended.
+        while not done.acquire(timeout=1) and not self._has_ended:
+            pass
 
     def _work(self) -> None:
         torch.set_num_threads(self._width)  # a setting of each thread
-        while (entry := self._jobs.get()) is not None:
-            job, done, inference = entry
-            begin = time.perf_counter()
-            error: BaseException | None = None
-            try:
-                with torch.inference_mode(inference), torch.no_grad():
-                    job()
-            except BaseException as raised:
-                error = raised
-            self._meter.host_s += time.perf_counter() - begin
-            del job, entry
-            done(error)
-            del done, error  # an idle thread must not keep a step's tensors alive
-            self._jobs.task_done()
+        while (work := self._jobs.get()) is not None:
+            work()
+            del work  # an idle thread must not keep a step's tensors alive
+        self._has_ended = True
+
+    def _run(self, job: Job, done: Done, inference: bool) -> None:
+        begin = time.perf_counter()
+        error: BaseException | None = None
+        try:
+            with torch.inference_mode(inference), torch.no_grad():
+                job()
+        except BaseException as raised:
+            error = raised
+        self._meter.host_s += time.perf_counter() - begin
+        done(error)
 
     def close(self) -> None:
         """End the host processor's thread, after the jobs in its queue."""

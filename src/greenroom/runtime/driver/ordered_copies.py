@@ -55,7 +55,11 @@ class OrderedCopies:
         table: SlotTable | None,
         scheduler: Scheduler,
     ) -> None:
-        """Copy chunks of `store`; without host memory or a table of slots, none is taken."""
+        """Copy chunks of `store`; without host memory or a table of slots, none is taken.
+
+        None is taken of nested experts either: their planes are joined when the last chunk has
+        arrived, by whoever moves it, and here chunks count as arrived when they are launched.
+        """
         self._store, self._is_moving = store, scheduler.view.is_moving
         self._waiting = dict[int, StartChunk]()  # by lane
         self.thread = 0
@@ -69,8 +73,9 @@ class OrderedCopies:
         self._parts = None
         if host_memory is not None and table is not None:
             assert isinstance(slots, DeviceSlots)
-            self._parts = slots, host_memory, table
-            self._stream = table.engine.new_stream()
+            if not slots.joins_planes:
+                self._parts = slots, host_memory, table
+                self._stream = table.engine.new_stream()
 
     def begin(self) -> None:
         """Begin a step of the calling thread, which has launched all that its copies follow."""
@@ -168,7 +173,7 @@ class OrderedCopies:
         """Have all later work wait for the launched copies, and write the table of slots."""
         if self.thread:
             table = self._used[2]
-            if self._launched > self._joined:
+            if self._launched:  # also if the step's own stream has joined them
                 table.engine.order(self._stream, table.stream)
             self._launched = self._joined = 0
             self._arrived.clear()

@@ -18,7 +18,10 @@ class SlotChanges:
         self._slots, self._pieces, self.table = slots, pieces, table
 
     def follow_stream(self) -> None:
-        """Have the calling thread's stream wait for copies that another stream makes in order."""
+        """Have the calling thread's stream wait for copies that another stream makes in order.
+
+        The caller has the lock of steps: the stream before has all launches that read slots.
+        """
         if self.table is not None:
             with self.table.lock:
                 self.table.follow_stream()
