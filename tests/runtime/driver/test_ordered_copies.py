@@ -284,6 +284,19 @@ def test_a_look_up_on_another_stream_is_behind_copies_that_a_step_has_joined(rig
     rig.look_up()
 
 
+def test_slots_are_freed_behind_copies_of_a_step_that_interrupts_have_left(disk):
+    rig = OrderedRig(disk(LAYERS, EXPERTS, 3072), 8, LAYERS * EXPERTS)
+    rig.step(0, *range(EXPERTS))
+    ordered = rig.driver._ordered
+    ordered.begin()
+    with rig.engine.on_stream(ordered._stream):
+        copy, ordered._launched = rig.engine.operate(), 1
+    rig.driver.close()
+    assert ordered.thread == 0
+    with rig.engine.on_stream(rig.table.stream):
+        assert rig.engine.is_behind(copy)
+
+
 def test_nested_experts_are_copied_by_the_lanes(rig, monkeypatch):
     """Planes are joined when the last chunk has arrived, and lanes do not know of copies here."""
     with monkeypatch.context() as nested:

@@ -97,7 +97,7 @@ class Driver:
         self.deferred = DeferredSteps(self.device_steps.serve)
         self._host: HostWorker | None = None
         with contextlib.ExitStack() as opened:  # a refused thread ends those before it
-            for each in (host_memory, slots, store, slot_table):
+            for each in (host_memory, slots, store, slot_table, self._ordered):
                 if each is not None:
                     opened.callback(each.close)
             if any(option.uses_host for option in scheduler.options):

@@ -197,6 +197,11 @@ class OrderedCopies:
         self.settle()
         self.thread = 0
 
+    def close(self) -> None:
+        """End a step that interrupts have left open, before slots are freed."""
+        with contextlib.suppress(DeviceError), device_errors():  # of a device that is lost
+            self.end(None)
+
     def take_seconds(self) -> float:
         """Return how long the step's thread has waited for copies."""
         seconds, self._seconds = self._seconds, 0.0
