@@ -310,6 +310,7 @@ def test_an_interrupt_waits_until_prefetches_are_dropped_as_a_whole(monkeypatch)
         done.append("all")
 
     monkeypatch.setattr(scheduler.prefetcher, "routed", routed)
+    monkeypatch.setattr(scheduler.transfers, "busy", True)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

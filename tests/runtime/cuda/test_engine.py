@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -233,7 +234,7 @@ def test_an_interrupt_between_two_pieces_is_not_taken_for_a_failure(gpu, streams
     assert gpu._failures == 0
 
 
-@pytest.mark.parametrize("at", ["capture_begin", "capture_end"])
+@pytest.mark.parametrize("at", ["capture_begin", "capture_end", "end"])
 def test_a_capture_that_an_interrupt_meets_is_ended(at, gpu, streams, monkeypatch):
     """Else its thread would capture for good. Python raises behind the call that is under way."""
     underway, begin, end = set[int](), Graph.capture_begin, Graph.capture_end
@@ -252,11 +253,18 @@ def test_a_capture_that_an_interrupt_meets_is_ended(at, gpu, streams, monkeypatc
 
     monkeypatch.setattr(Graph, "capture_begin", begun)
     monkeypatch.setattr(Graph, "capture_end", ended)
+
+    def behind_the_work(frame: Any, event: str, argument: Any) -> None:
+        if at == frame.f_code.co_name == "end" and event == "call":
+            signal.raise_signal(signal.SIGINT)
+
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.settrace(behind_the_work)
     try:
         with pytest.raises(KeyboardInterrupt):
             gpu.capture(lambda: None)
     finally:
+        sys.settrace(None)
         signal.signal(signal.SIGINT, before)
     assert not underway
     assert gpu._failures == 0

@@ -33,6 +33,33 @@ def test_if_one_device_has_no_room_no_pool_changes():
     assert [each.capacity for each in slots.pools] == [2, 1]
 
 
+def test_a_pool_that_will_be_smaller_keeps_its_slots_until_the_cache_is_resized():
+    """Shares of layers are rounded, so one may shrink while the others grow; its experts move."""
+    sizes = {4: [3, 1], 5: [2, 3], 6: [4, 2]}.__getitem__
+    slots = MultiPoolTier([FakeSlots(3, 64, 9), FakeSlots(1, 64, 9)], 4, sizes)
+    slots.grow(5)
+    assert [each.capacity for each in slots.pools] == [3, 3]
+    slots.trim(5)
+    assert [each.capacity for each in slots.pools] == [2, 3]
+    slots.grow(4)
+    assert [each.capacity for each in slots.pools] == [3, 3]  # `trim` allocates nothing
+    slots.trim(4)
+    assert [each.capacity for each in slots.pools] == [3, 1]
+
+
+def test_slots_that_cannot_be_divided_anew_stay_as_they_were():
+    by_scope = {"shared": [5, 5], "per-layer": [3, 7]}
+    pools = [FakeSlots(5, 64, 9), Full(5, 64, 9)]
+    slots = MultiPoolTier(
+        pools, 10, lambda capacity: [5, 5], lambda scope: lambda capacity: by_scope[scope]
+    )
+    with pytest.raises(DeviceError, match="no room"):
+        slots.grow(10, "per-layer")
+    assert [each.capacity for each in slots.pools] == [5, 5]
+    slots.trim(10)
+    assert [each.capacity for each in slots.pools] == [5, 5]
+
+
 class Coarse(FakeSlots):
     """Gives memory back four slots at a time."""
 

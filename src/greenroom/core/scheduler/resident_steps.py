@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -236,9 +235,12 @@ class ResidentSteps:
     def _compare(self, event: Routed, now: float) -> None:
         """Compare the prediction of a step with its routing, and drop other prefetches.
 
-        Those of host computation may be under way: an interrupt must not leave one half dropped.
+        Those under way, as of host computation, must not be left half dropped by an interrupt.
         """
-        with contextlib.nullcontext() if self._share is None else hold_interrupts():
+        if self._transfers.busy or self._placement.buffer.borrowed:
+            with hold_interrupts():
+                self._prefetcher.routed(event, now)
+        else:
             self._prefetcher.routed(event, now)
 
     def _moved(self, missing: Sequence[int], experts: int) -> int:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from greenroom.core.activity import Activity
 from greenroom.core.predictor import Ids
-from greenroom.errors import BudgetError
+from greenroom.errors import BudgetError, DeviceError
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.plan.configurator import Division, TokenLatency
 from greenroom.plan.history.routing import Arrays, RoutingHistory
@@ -159,7 +159,11 @@ class SplitCounts:
         except BudgetError as error:
             log.warning("--split auto does not divide the slots among layers anew: %s", error)
             return False
-        driver.resize(capacity, scope)
+        try:
+            driver.resize(capacity, scope)
+        except DeviceError as error:  # for a moment both divisions need memory
+            log.warning("--split auto does not divide the slots among layers anew: %s", error)
+            return False
         return True
 
     def state(self, driver: Driver, head: float) -> Arrays | None:

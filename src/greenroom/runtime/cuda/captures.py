@@ -63,23 +63,22 @@ class GraphCaptures:
 
         def begin() -> None:
             graph = torch.cuda.CUDAGraph()
-            with hold_interrupts(), _hold_failed_graph(graph):
+            with _hold_failed_graph(graph):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 underway.append(graph)
 
         def end() -> None:
-            with hold_interrupts():
-                if underway:  # none if an interrupt has come between two pieces
-                    with _hold_failed_graph(graph := underway.pop()):
-                        graph.capture_end()
-                    graphs.append(graph)
+            if underway:  # none if a capture has failed to begin
+                with _hold_failed_graph(graph := underway.pop()):
+                    graph.capture_end()
+                graphs.append(graph)
 
         def cut() -> None:
             end()
             begin()
 
         try:
-            with self._capturing():
+            with hold_interrupts(), self._capturing():  # or a capture might never end
                 try:
                     begin()
                     work(cut)

@@ -186,14 +186,14 @@ class MultiPoolTier:
         Pools that will have fewer slots keep them until `trim`, which follows the resize. Raises
         DeviceError if a device has no room; then pools that have grown shrink again.
         """
-        if sizes is not None:
-            self._trim_pools([max(n, p.capacity) for n, p in zip(sizes, self.pools, strict=True)])
-        elif scope is not None and self._sizes_for is not None:
-            self._sizes = self._sizes_for(scope)
-            for pool, size in zip(self.pools, self._sizes(capacity), strict=True):
-                pool.grow(size)
-        elif capacity > self.capacity:
-            self.trim(capacity)
+        sizes_of = self._sizes
+        if sizes is None:
+            if scope is not None and self._sizes_for is not None:
+                sizes_of = self._sizes_for(scope)
+            sizes = sizes_of(capacity)
+        # A pool may shrink while the capacity rises: shares of layers are rounded.
+        self._trim_pools([max(n, p.capacity) for n, p in zip(sizes, self.pools, strict=True)])
+        self._sizes = sizes_of
 
     def fitting_capacity(self, capacity: int) -> int:
         most = [

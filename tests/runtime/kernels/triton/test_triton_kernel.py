@@ -11,6 +11,7 @@ from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.triton import TritonKernel
+from greenroom.runtime.kernels.triton.plan import plan_of
 from tests.runtime.kernels.toys import EXPERTS, experts, inputs, layer_of
 
 
@@ -28,6 +29,7 @@ def test_slots_of_a_device_that_is_added_again_are_found():
     assert kernel.begin(layer, x, routing, weights).plan is first
     layer.slots.trim(0)
     layer.slots.trim(EXPERTS)
+    assert plan_of(layer) is not first  # also of segments and copies, which no step begins with
     again = kernel.begin(layer, x, routing, weights).plan
     for matrix in (again.up, again.down):
         assert matrix.codes.data_ptr() == layer.slots.address(0)

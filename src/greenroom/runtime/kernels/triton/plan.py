@@ -178,9 +178,11 @@ def capability(device: torch.device) -> int:
 
 
 def plan_of(layer: LayerExperts) -> TritonLayerPlan:
-    """Return the constant Triton kernel arguments of an MoE layer, made at the first call."""
-    if layer.plan is None:
-        layer.plan = TritonLayerPlan(layer.in_slots)
+    """Return the constant Triton kernel arguments of an MoE layer.
+
+    They are made at the first call, and again when slots have other memory.
+    """
     plan = layer.plan
-    assert isinstance(plan, TritonLayerPlan)
+    if not isinstance(plan, TritonLayerPlan) or not plan.is_valid(layer):
+        plan = layer.plan = TritonLayerPlan(layer.in_slots)
     return plan

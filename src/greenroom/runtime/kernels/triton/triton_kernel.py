@@ -31,8 +31,6 @@ class TritonKernel(Kernel):
     ) -> TritonStep | eager.EagerStep:
         if fallback_reason(layer) is not None or x.dtype is not layer.dtype:
             return eager.EagerStep(layer, x, routing, weights)
-        if not plan_of(layer).is_valid(layer):
-            layer.plan = None
         return TritonStep(layer, plan_of(layer), x, routing, weights)
 
     def supports(self, layer: LayerExperts) -> bool:
