@@ -17,7 +17,7 @@ import greenroom
 from greenroom.core.cache.state import group_sizes
 from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.core.events import Pinned
-from greenroom.errors import BudgetError, StoreError, UnsupportedModel, UsageError
+from greenroom.errors import BudgetError, DeviceError, StoreError, UnsupportedModel, UsageError
 from greenroom.hf import defaults
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.check.verify import verify
@@ -387,5 +387,32 @@ def test_slots_that_pinned_experts_need_are_not_given_away(monkeypatch, caplog):
         attached.reconfigure()
         assert attached.driver.scheduler.view.group_sizes() == [5, 5]
         assert "--split auto does not divide the slots among layers anew: 2 pinned" in caplog.text
+    finally:
+        attached.detach()
+
+
+def test_slots_that_cannot_be_divided_anew_for_want_of_memory_stay(monkeypatch, caplog):
+    """For a moment both divisions need memory; a server goes on."""
+    monkeypatch.setattr(
+        split_counts, "latency_of", lambda driver, head: TokenLatency(1e-3, 1e-3, head, 1.0)
+    )
+    few = [SimpleNamespace(budget=each) for each in (9.0, 1.0)]
+    monkeypatch.setattr(configurator, "configure", lambda *args, **options: few)
+    skeleton = ModelSkeleton.of(packed())
+    model = skeleton.load()
+    config = SchedulerConfig(tau=1, split="auto")
+    setup = ModelSetup(skeleton.catalog, 10, "lcp", "per-layer", counts_split=True, config=config)
+    model.greenroom = attached = Greenroom(model, setup)
+
+    def refuse(*_: object) -> None:
+        raise DeviceError("the GPU has no room")
+
+    monkeypatch.setattr(attached.driver.slots, "grow", refuse)
+    try:
+        for layer in range(2):
+            attached._split_counts.activity.token(layer, np.array([0, 1]))
+        attached.reconfigure()
+        assert attached.driver.scheduler.view.group_sizes() == [5, 5]
+        assert "does not divide the slots among layers anew: the GPU has no room" in caplog.text
     finally:
         attached.detach()
