@@ -64,6 +64,7 @@ class HostWorker:
             error = raised
         self._meter.host_s += time.perf_counter() - begin
         done(error)
+        del error  # else it and this frame keep each other alive
 
     def close(self) -> None:
         """End the host processor's thread, after the jobs in its queue."""
