@@ -262,7 +262,7 @@ def test_steps_that_need_events_are_not_loaded(refused):
 
 
 @pytest.mark.parametrize("at", ["pin_step", "release"])
-def test_an_interrupt_beside_a_pin_leaves_no_expert_pinned_for_good(at):
+def test_no_expert_stays_pinned_after_an_interrupt(at):
     """Python raises at the begin of a function, before it has done anything."""
     scheduler = Scheduler(pieces(), 4, policy("lru"), lanes=1, ahead=1)
     carry_out(scheduler, scheduler.on(Routed(0, 0, ids(0, 1, 2, 3))))

@@ -300,7 +300,7 @@ def test_steps_are_shared_beside_promotions(name, requests, capacity, host):
     assert not leases(scheduler)
 
 
-def test_an_interrupt_waits_until_prefetches_are_dropped_as_a_whole(monkeypatch):
+def test_prefetches_are_dropped_before_an_interrupt_is_raised(monkeypatch):
     """Else one that is half dropped would be in no queue, and a step that needs it would wait."""
     scheduler, done = sharing("lru", 4, 12, HOST_FIRST, ahead=1), list[str]()
     fill(scheduler, 0, 1, 2, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -369,7 +370,9 @@ def test_slots_are_divided_anew_every_tau_tokens_between_requests(monkeypatch, s
         attached.detach()
 
 
-def test_slots_that_pinned_experts_need_are_not_given_away(monkeypatch, caplog):
+@pytest.fixture
+def unequal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Greenroom]:
+    """A model of two layers with 5 slots each, which are to be divided 9 to 1."""
     monkeypatch.setattr(
         split_counts, "latency_of", lambda driver, head: TokenLatency(1e-3, 1e-3, head, 1.0)
     )
@@ -380,39 +383,26 @@ def test_slots_that_pinned_experts_need_are_not_given_away(monkeypatch, caplog):
     config = SchedulerConfig(tau=1, split="auto")
     setup = ModelSetup(skeleton.catalog, 10, "lcp", "per-layer", counts_split=True, config=config)
     model.greenroom = attached = Greenroom(model, setup)
-    try:
-        attached.driver.send(Pinned(skeleton.catalog.offsets[1] + np.arange(2)))
-        for layer in range(2):
-            attached._split_counts.activity.token(layer, np.array([0, 1]))
-        attached.reconfigure()
-        assert attached.driver.scheduler.view.group_sizes() == [5, 5]
-        assert "--split auto does not divide the slots among layers anew: 2 pinned" in caplog.text
-    finally:
-        attached.detach()
+    for layer in range(2):
+        attached._split_counts.activity.token(layer, np.array([0, 1]))
+    yield attached
+    attached.detach()
 
 
-def test_slots_that_cannot_be_divided_anew_for_want_of_memory_stay(monkeypatch, caplog):
+def test_slots_that_pinned_experts_need_are_not_given_away(unequal, caplog):
+    unequal.driver.send(Pinned(ModelSkeleton.of(packed()).catalog.offsets[1] + np.arange(2)))
+    unequal.reconfigure()
+    assert unequal.driver.scheduler.view.group_sizes() == [5, 5]
+    assert "--split auto does not divide the slots among layers anew: 2 pinned" in caplog.text
+
+
+def test_slots_that_cannot_be_divided_anew_for_want_of_memory_stay(unequal, caplog, monkeypatch):
     """For a moment both divisions need memory; a server goes on."""
-    monkeypatch.setattr(
-        split_counts, "latency_of", lambda driver, head: TokenLatency(1e-3, 1e-3, head, 1.0)
-    )
-    few = [SimpleNamespace(budget=each) for each in (9.0, 1.0)]
-    monkeypatch.setattr(configurator, "configure", lambda *args, **options: few)
-    skeleton = ModelSkeleton.of(packed())
-    model = skeleton.load()
-    config = SchedulerConfig(tau=1, split="auto")
-    setup = ModelSetup(skeleton.catalog, 10, "lcp", "per-layer", counts_split=True, config=config)
-    model.greenroom = attached = Greenroom(model, setup)
 
     def refuse(*_: object) -> None:
         raise DeviceError("the GPU has no room")
 
-    monkeypatch.setattr(attached.driver.slots, "grow", refuse)
-    try:
-        for layer in range(2):
-            attached._split_counts.activity.token(layer, np.array([0, 1]))
-        attached.reconfigure()
-        assert attached.driver.scheduler.view.group_sizes() == [5, 5]
-        assert "does not divide the slots among layers anew: the GPU has no room" in caplog.text
-    finally:
-        attached.detach()
+    monkeypatch.setattr(unequal.driver.slots, "grow", refuse)
+    unequal.reconfigure()
+    assert unequal.driver.scheduler.view.group_sizes() == [5, 5]
+    assert "does not divide the slots among layers anew: the GPU has no room" in caplog.text

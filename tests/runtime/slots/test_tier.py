@@ -35,7 +35,7 @@ def test_if_one_device_has_no_room_no_pool_changes():
 
 def test_a_pool_that_will_be_smaller_keeps_its_slots_until_the_cache_is_resized():
     """Shares of layers are rounded, so one may shrink while the others grow; its experts move."""
-    sizes = {4: [3, 1], 5: [2, 3], 6: [4, 2]}.__getitem__
+    sizes = {4: [3, 1], 5: [2, 3]}.__getitem__
     slots = MultiPoolTier([FakeSlots(3, 64, 9), FakeSlots(1, 64, 9)], 4, sizes)
     slots.grow(5)
     assert [each.capacity for each in slots.pools] == [3, 3]
