@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.runtime.cuda.torch_cuda import gpu, streams  # noqa: F401
+
 
 @pytest.fixture(autouse=True)
 def _bfloat16_as_a_device_rounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
