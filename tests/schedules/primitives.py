@@ -115,6 +115,9 @@ class RLock:
         elif _task() is None or here.scheduler.failure is None:
             raise RuntimeError("cannot release un-acquired lock")
 
+    def _is_owned(self) -> bool:
+        return bool(self._count) and self._owner is _task()
+
     def save(self) -> int:
         """Release a lock completely, for a wait; return what `restore` needs."""
         count, self._count = self._count, 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal as signals
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -80,5 +82,39 @@ def test_an_interrupt_behind_the_release_of_a_wait_finds_the_lock_taken_again() 
 
     with pytest.raises(KeyboardInterrupt):
         wait()
+    assert change.lock.acquire(blocking=False)
+    change.lock.release()
+
+
+def test_an_interrupt_of_a_wait_while_another_thread_has_the_lock_is_raised() -> None:
+    """And not an error of the lock, which the waiting thread has again then."""
+    change, taken, interrupted = ChangeSignal(), threading.Event(), threading.Event()
+    main = threading.get_ident()
+
+    def hold() -> None:
+        with change:
+            taken.set()
+            change.notify_all()
+            time.sleep(0.05)  # the waiting thread wants the lock meanwhile
+            signals.pthread_kill(main, signals.SIGUSR1)
+            assert interrupted.wait(30)
+
+    def interrupt(*_: Any) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def wait() -> None:
+        with change:
+            other.start()
+            change.wait()
+
+    other, before = threading.Thread(target=hold), signals.signal(signals.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    finally:
+        signals.signal(signals.SIGUSR1, before)
+    other.join(30)
+    assert taken.is_set()
     assert change.lock.acquire(blocking=False)
     change.lock.release()

@@ -34,7 +34,12 @@ class ChangeSignal:
             self.lock.release()  # here: behind it, an interrupt finds the lock taken again
             change.acquire()
         finally:
-            self.lock.acquire()
+            try:
+                self.lock.acquire()
+            except BaseException:  # Ctrl-C, perhaps before the lock was taken
+                if not self.lock._is_owned():  # type: ignore[attr-defined]
+                    self.lock.acquire()
+                raise
 
     def notify_all(self) -> None:
         """Wake all threads that wait; the caller holds the lock."""
