@@ -157,7 +157,7 @@ class Rig:
         """Wait until nothing is on its way."""
         until = time.monotonic() + seconds
         while True:
-            with self.driver._changed:
+            with self.driver.lock:
                 if not len(self.scheduler.transfers.entries):
                     return
             assert time.monotonic() < until, f"still moving: {self.scheduler.transfers.entries}"
@@ -165,8 +165,8 @@ class Rig:
 
     def check(self) -> None:
         """Between steps, with nothing on its way: no slot is lost, each holds what it should."""
-        s, changed = self.scheduler, self.driver._changed
-        with changed:
+        s = self.scheduler
+        with self.driver.lock:
             assert s.step is None
             assert not len(s.transfers.entries)
             assert not s.placement.cache.state.pinned.any()

@@ -275,7 +275,7 @@ def test_an_error_on_the_host_ends_that_answer_alone(monkeypatch):
         with pytest.raises(ValueError, match="no such instruction"):
             model.generate(ids(1, 4), **OPTIONS)
         assert torch.equal(model.generate(ids(1, 4), **OPTIONS), wanted)
-        with model.greenroom.driver._changed:  # a promotion may still be on its way
+        with model.greenroom.driver.lock:  # a promotion may still be on its way
             on_the_way = model.greenroom.driver.scheduler.transfers.entries
             assert model.greenroom._host_tier.leases <= on_the_way.keys()
 

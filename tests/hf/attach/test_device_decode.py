@@ -6,14 +6,10 @@ The CPU stands in the GPU's place, and Triton's interpreter runs the kernels.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tests.hf.memory.test_device import ids, placed
 
@@ -27,7 +23,6 @@ from greenroom.runtime.kernels.triton import TritonKernel
 from greenroom.runtime.kernels.triton.kernel import Launch
 from greenroom.runtime.slots.tier import ABSENT
 from greenroom.runtime.store.disk import Staging
-from tests.recorded_graphs import name_of, waits
 from tests.runtime.cuda.conftest import (
     _bfloat16_as_a_device_rounds_it,  # noqa: F401
     _products_whose_bits_depend_on_values_alone,  # noqa: F401
@@ -37,70 +32,6 @@ pytestmark = [
     pytest.mark.interpreted,
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the compiled ones"),
 ]
-WAITING_METHODS = (
-    "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__",
-)  # fmt: skip
-
-
-class NoWaitingOperations(TorchDispatchMode):
-    """Forbid operations that wait for values."""
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        assert not waits(function), f"{name_of(function)} waits for the device"
-        return function(*args, **(kwargs or {}))
-
-
-class NoWaitingMethods(TorchFunctionMode):
-    """Forbid methods that bring values to the host."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(function, "__name__", "")
-        target = [*args[1:], *(kwargs or {}).values()]
-        assert name not in WAITING_METHODS, f"{name} waits for the device"
-        # A device given as an object is the model's own.
-        assert name != "to" or "cpu" not in target, "to('cpu') waits for the device"
-        return function(*args, **(kwargs or {}))
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    with NoWaitingOperations(), NoWaitingMethods():
-        yield
-
-
-@pytest.fixture
-def launches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter, which is no part of a decode pass, read tensors."""
-    start = Launch.start
-
-    def unwatched(self: Launch, *first: Any) -> None:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            start(self, *first)
-
-    monkeypatch.setattr(Launch, "start", unwatched)
-
-
-@pytest.mark.parametrize(
-    ("name", "capacity"),
-    [("qwen3_moe", 3), ("qwen3_moe", 1000), ("gpt_oss", 12), ("deepseek_v3", 3)],
-)
-def test_a_decode_pass_waits_for_no_value(name, capacity, launches_alone, monkeypatch):
-    with (
-        placed(name, monkeypatch, kernels="triton", capacity=capacity) as model,
-        torch.inference_mode(),
-    ):
-        cache = model(ids(1, 5), use_cache=True).past_key_values
-        for token in ids(4, 1):  # launches are built, and each shared expert's input compared once
-            model(token[None], past_key_values=cache, use_cache=True)
-        misses = model.greenroom.driver.scheduler.view.misses
-        for token in ids(3, 1):
-            with no_waiting():
-                model(token[None], past_key_values=cache, use_cache=True)
-        assert model.greenroom.driver.scheduler.view.misses > misses or capacity > 3
 
 
 def decoded(name: str, on_host: bool, monkeypatch: Any, **parts: Any) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ from greenroom.hf.memory.devices import kernel_fallback, kernels_of
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.memory.system import available_bytes, rss_bytes
 from tests.models import cached_tiny, reference
 
@@ -230,3 +231,46 @@ def test_the_fake_device_caches_experts_in_host_memory_too():
         assert model.greenroom.setup.host_bytes == 4 * GIB
     finally:
         model.greenroom.detach()
+
+
+class Registering(Engine):
+    """An engine that knows which memory is registered."""
+
+    def __init__(self) -> None:
+        self.registered = set[int]()
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        self.registered.add(address)
+        return None
+
+    def unregister(self, address: int) -> None:
+        self.registered.remove(address)
+
+
+@pytest.mark.parametrize(
+    ("at", "error"),
+    [
+        ("greenroom.runtime.cuda.slot_table.SlotTable.__init__", DeviceError("no room")),
+        ("greenroom.runtime.cuda.host.HostMemory.pin", KeyboardInterrupt()),
+        ("greenroom.runtime.driver.copier.Copier.__init__", RuntimeError("no more threads")),
+    ],
+)
+def test_a_load_that_fails_leaves_no_memory_registered(at, error, monkeypatch):
+    """The next load could get the same addresses, and be refused there."""
+    pytest.importorskip("triton")
+    engine, pin = Registering(), HostMemory.pin
+
+    def fail(*given: Any) -> None:
+        if at.endswith("pin"):
+            pin(*given)
+        assert engine.registered
+        raise error
+
+    def load() -> None:
+        with placed("qwen3_moe", monkeypatch, engine, kernels="triton", host_capacity=24):
+            pass
+
+    monkeypatch.setattr(at, fail)
+    with pytest.raises(type(error)):
+        load()
+    assert not engine.registered

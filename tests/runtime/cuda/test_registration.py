@@ -1,8 +1,11 @@
-"""Registration of host memory in pieces: whole slots and pages, progress, refusals."""
+"""Registration of host memory in pieces: whole slots and pages, progress, refusals, Ctrl-C."""
 
 from __future__ import annotations
 
+import signal
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,3 +101,40 @@ def test_pieces_are_registered_with_progress_until_one_is_refused():
     assert engine.ranges == {}
     assert len(engine.undone) == 2
     assert registration.nbytes == 0
+
+
+class Interrupted(Limited):
+    """A device whose calls take so long that Ctrl-C comes within one of them."""
+
+    at = ""
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        refused = super().register(address, nbytes)
+        if self.at == "register":
+            signal.raise_signal(signal.SIGINT)
+        return refused
+
+    def unregister(self, address: int) -> None:
+        super().unregister(address)
+        if self.at == "unregister":
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_piece_that_ctrl_c_meets_is_known():
+    engine = Interrupted(limit=100 * PAGE)
+    registration, engine.at = Registration(engine), "register"
+    with pytest.raises(KeyboardInterrupt):
+        registration.add(0, [(0, PAGE), (PAGE, PAGE)], lambda share: None)
+    registration.close()
+    assert engine.undone == [0]
+
+
+def test_all_pieces_are_unregistered_before_ctrl_c_is_raised():
+    """Nobody closes a registration again."""
+    engine = Interrupted(limit=100 * PAGE)
+    registration = Registration(engine)
+    registration.add(0, [(n * PAGE, PAGE) for n in range(3)], lambda share: None)
+    engine.at = "unregister"
+    with pytest.raises(KeyboardInterrupt):
+        registration.close()
+    assert not engine.ranges

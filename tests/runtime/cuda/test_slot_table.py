@@ -15,6 +15,7 @@ from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.slot_table import Entries, SlotTable, hand_over, insert, vacate
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.slots.tier import ABSENT
+from tests.runtime.cuda.clocks import Clocks
 
 STRIDE = 128
 
@@ -208,6 +209,40 @@ def test_slots_are_freed_behind_all_launches(table, slots):
     table.stream = "launches"
     table.close()
     assert slots.last_mark == "mark on launches"
+
+
+def test_launches_are_behind_what_the_memory_of_new_slots_was_used_for():
+    """Torch gives memory that Python has freed, though a kernel of that stream still uses it."""
+    engine = Clocks()
+    with engine.on_stream("own"):
+        slots = DeviceSlots(engine, 2, STRIDE, 4)
+        table = SlotTable(engine, slots, [1, 1, 1, 1])
+    before = engine.operate()  # of another thread, whose stream allocates
+    slots.grow(4)
+    table.trim(4)
+    slots.trim(4)
+    with engine.on_stream("own"):
+        assert engine.is_behind(before)
+
+
+def test_memory_is_freed_behind_a_copy_that_was_given_up(monkeypatch):
+    monkeypatch.setattr("greenroom.runtime.cuda.slots.SEGMENT_BYTES", 1)
+    engine, freed = Clocks(), list[bool]()
+    slots = DeviceSlots(engine, 4, STRIDE, 4)
+    table = SlotTable(engine, slots, [1, 1, 1, 1])
+    table.begin(0, 3)
+    with engine.on_stream("copies"):
+        copy = engine.operate()
+    engine.order("copies", table.stream)  # at the step's end, when the expert is in no slot
+
+    def free(memory: Any) -> None:
+        with engine.on_stream("another one, which allocates"):
+            freed.append(engine.is_behind(copy))
+
+    monkeypatch.setattr(engine, "free", free)
+    table.trim(3)
+    slots.trim(3)
+    assert freed == [True]
 
 
 def entries_of(*changes: tuple[int, int]) -> Entries:

@@ -18,7 +18,7 @@ def test_a_thread_that_waits_again_takes_no_other_thread_s_signal():
     waiting = [0]
 
     def wait_until_done() -> None:
-        with signal:
+        with signal.lock:
             waiting[0] += 1
             while not done:
                 signal.wait()
@@ -27,11 +27,11 @@ def test_a_thread_that_waits_again_takes_no_other_thread_s_signal():
     for thread in threads:
         thread.start()
     for _ in range(2000):  # changes that end no wait
-        with signal:
+        with signal.lock:
             signal.notify_all()
     while waiting[0] < len(threads):
         pass
-    with signal:
+    with signal.lock:
         done = True
         signal.notify_all()
     for thread in threads:
@@ -44,7 +44,7 @@ def test_a_waiter_that_returns_again_leaves_the_others_their_signals():
     signal, woken = ChangeSignal(), threading.Semaphore(0)
 
     def wait_once(ready: threading.Event) -> None:
-        with signal:
+        with signal.lock:
             ready.set()
             signal.wait()
         woken.release()
@@ -54,14 +54,14 @@ def test_a_waiter_that_returns_again_leaves_the_others_their_signals():
     for thread, event in zip(threads, events, strict=True):
         thread.start()
         assert event.wait(30)
-    with signal:
+    with signal.lock:
         signal.notify_all()
         again = threading.Event()
         third = threading.Thread(target=wait_once, args=(again,))
     third.start()
     assert all(woken.acquire(timeout=30) for _ in range(2))
     assert again.wait(30)
-    with signal:
+    with signal.lock:
         signal.notify_all()
     third.join(30)
     assert not third.is_alive()
@@ -92,7 +92,7 @@ def test_an_interrupt_of_a_wait_while_another_thread_has_the_lock_is_raised() ->
     main = threading.get_ident()
 
     def hold() -> None:
-        with change:
+        with change.lock:
             taken.set()
             change.notify_all()
             time.sleep(0.05)  # the waiting thread wants the lock meanwhile
@@ -104,7 +104,7 @@ def test_an_interrupt_of_a_wait_while_another_thread_has_the_lock_is_raised() ->
         raise KeyboardInterrupt
 
     def wait() -> None:
-        with change:
+        with change.lock:
             other.start()
             change.wait()
 

@@ -12,7 +12,7 @@ import pytest
 
 from greenroom.core.events import Event, HostComputed, Routed
 from greenroom.core.scheduler.resident_steps import Loads, Misses
-from greenroom.errors import StoreError
+from greenroom.errors import Interrupted, StoreError
 from greenroom.runtime.driver.device_steps import DeferredSteps, DeviceSteps
 from greenroom.runtime.kernels.report import TokenReport
 
@@ -43,6 +43,23 @@ def test_observers_hear_of_steps_before_one_that_fails(together: int) -> None:
     assert noted == [0, 1]
     deferred.settle()  # there are none any more
     assert noted == [0, 1]
+
+
+def test_an_interrupted_pass_ends_without_another_error():
+    """Torch would print a warning in place of an error at a pass's end, and end no pass."""
+    error: Exception = Interrupted("nobody waits for its result")
+
+    def serve(steps: Any) -> int:
+        raise error
+
+    deferred, step = DeferredSteps(serve), SimpleNamespace(layer=0)
+    deferred.add(step)  # type: ignore[arg-type]
+    deferred.end_pass()
+    assert not deferred._steps
+    error = StoreError("Input/output error")
+    deferred.add(step)  # type: ignore[arg-type]
+    with pytest.raises(StoreError):
+        deferred.end_pass()
 
 
 def loads_of(*pieces: int) -> Loads:

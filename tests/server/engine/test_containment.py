@@ -138,7 +138,7 @@ def test_a_broken_expert_cache_ends_the_engine(served: Any) -> None:
     s = served()
     s.ask(draw(6), 2).end()
     driver = s.engine.greenroom.driver
-    with driver._changed:
+    with driver.lock:
         driver._actions.mark_broken(ValueError("a bug"))
     assert isinstance(s.ask(draw(6, 1), 4).end().error, ClosedError)
     s.engine._thread.join(PATIENCE)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 from greenroom.core.build import build_scheduler
 from greenroom.core.predictor import Predictor
@@ -25,7 +25,7 @@ from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.kernels.table import GPU_KERNEL
 
 
-@contextmanager
+@contextlib.contextmanager
 def close_on_error(store: Store) -> Iterator[None]:
     """Close a store if what is inside fails; else its driver closes it."""
     try:
@@ -72,26 +72,30 @@ def make_driver(
         seed=setup.seed,
         host=tier,
     )
-    between = None
-    if len(lanes) > 1:
-        staging = scheduler.view.staging_slots
-        between = make_host_memory(setup, pieces, chunks, staging, engines, co_compute)
-        between.pin(progress)
-    table = None
-    if has_slot_table(setup):
-        assert isinstance(slots, DeviceSlots)
-        table = SlotTable(engines[0], slots, pieces.chunks.tolist())
-    driver = Driver(
-        scheduler,
-        store,
-        slots,
-        foresight=Foresight(predictor, without_mtp(setup.catalog).offsets) if predictor else None,
-        guard=Guard() if setup.guard and predictor else None,
-        predict_in_worker=runs_in_worker(predictor, setup.predict_in, setup.cuda),
-        links=links_of(setup),
-        host_memory=between,
-        slot_table=table,
-    )
+    between = table = None
+    with contextlib.ExitStack() as opened:  # an error must not leave host memory registered
+        if len(lanes) > 1:
+            staging = scheduler.view.staging_slots
+            between = make_host_memory(setup, pieces, chunks, staging, engines, co_compute)
+            opened.callback(between.close)
+            between.pin(progress)
+        if has_slot_table(setup):
+            assert isinstance(slots, DeviceSlots)
+            table = SlotTable(engines[0], slots, pieces.chunks.tolist())
+        driver = Driver(
+            scheduler,
+            store,
+            slots,
+            foresight=Foresight(predictor, without_mtp(setup.catalog).offsets)
+            if predictor
+            else None,
+            guard=Guard() if setup.guard and predictor else None,
+            predict_in_worker=runs_in_worker(predictor, setup.predict_in, setup.cuda),
+            links=links_of(setup),
+            host_memory=between,
+            slot_table=table,
+        )
+        opened.pop_all()  # the driver closes it
     return driver, tier
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from greenroom.interrupts import hold_interrupts
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.store.disk import BLOCK
 
@@ -55,15 +56,17 @@ class Registration:
         """
         total, done = sum(nbytes for _, nbytes in pieces), 0
         for first, nbytes in pieces:
-            if refused := self._engine.register(address + first, nbytes):
-                self.refused = refused
-                return
-            self._addresses.append(address + first)
+            with hold_interrupts():  # Ctrl-C would leave a piece that nobody unregisters
+                if refused := self._engine.register(address + first, nbytes):
+                    self.refused = refused
+                    return
+                self._addresses.append(address + first)
             self.nbytes, done = self.nbytes + nbytes, done + nbytes
             progress(done / total)
 
     def close(self) -> None:
         """End the registration of all pieces."""
-        while self._addresses:
-            self._engine.unregister(self._addresses.pop())
+        with hold_interrupts():
+            while self._addresses:
+                self._engine.unregister(self._addresses.pop())
         self.nbytes = 0

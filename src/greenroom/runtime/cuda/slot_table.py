@@ -199,9 +199,16 @@ class SlotTable:
             self._insert_now(expert, target)
 
     def trim(self, capacity: int) -> None:
-        """Remove the contents of all slots from number `capacity` on."""
+        """Remove the contents of all slots from number `capacity` on.
+
+        What is launched later is behind the use of memory that new slots have from torch: copies
+        in order with look-ups look at no mark of a slot.
+        """
         for slot in np.flatnonzero(self.entries.expert_in[capacity:] >= 0).tolist():
             self.clear(capacity + slot)
+        with self.lock, self.engine.on_stream(self.stream):
+            # Also of slots without an expert: a copy that was given up may be under way there.
+            self._slots.mark_computed(range(capacity, self._slots.capacity))
 
     def close(self) -> None:
         """Put a mark behind all launched work, before the slots are freed."""

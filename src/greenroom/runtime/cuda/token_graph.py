@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,7 +156,11 @@ class TokenGraph:
 
         `make` makes the layer's launches; the other arguments are those of `TokenLaunches.start`.
         """
-        result: Tensor = self._launches_of(layer, make).run(x, index, weights)
+        is_new = layer not in self._launches
+        launches = self._launches_of(layer, make)
+        # Torch learns of the stream that writes to pinned memory: an error may free it at once.
+        with launches.in_order() if is_new else nullcontext():
+            result: Tensor = launches.run(x, index, weights)
         return result
 
     def _launches_of(self, layer: int, make: MakeLaunches) -> Any:

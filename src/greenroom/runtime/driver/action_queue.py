@@ -14,7 +14,7 @@ class ActionQueue(deque[ComputeGroup | Finish]):
 
     A step is the computation of one MoE layer; its last action is a `Finish`. Callers of `put`,
     `wait` and `mark_broken` hold `lock`, which is that of `changed`; `interrupt`, `resume` and
-    `close` take it; the checks need no lock. `with lock` runs no Python, unlike `with changed`.
+    `close` take it; the checks need no lock. `with lock` runs no Python.
 
     stopped: one of the checks raises; else they need not be called
     """
@@ -67,7 +67,7 @@ class ActionQueue(deque[ComputeGroup | Finish]):
 
     def interrupt(self) -> None:
         """Let `check_interrupted` raise Interrupted, until `resume`."""
-        with self.changed:
+        with self.lock:
             self.interrupted = self.stopped = True
             self.changed.notify_all()
 

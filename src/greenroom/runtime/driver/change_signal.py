@@ -8,22 +8,16 @@ import threading
 class ChangeSignal:
     """A lock with a signal to the threads that wait for a change.
 
-    It is used in `with`, as a `threading.Condition` is, but runs less Python: while experts are
-    read, a thread waits and is woken several times in a layer. A wait may end without a change, so
-    callers wait in a loop.
+    It does what a `threading.Condition` does, but runs less Python: while experts are read, a
+    thread waits and is woken several times in a layer. A wait may end without a change, so callers
+    wait in a loop.
 
-    lock: the lock itself, which runs no Python in `with`
+    lock: the lock, for use in `with`, which runs no Python: Ctrl-C never leaves it taken
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._waiting: list[threading.Lock] = []  # one of each wait, held until a change
-
-    def __enter__(self) -> None:
-        self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
 
     def wait(self) -> None:
         """Wait for a change; the caller holds the lock once, and again after the wait."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from greenroom.core.events import Event, HostComputed, Routed
 from greenroom.core.predictor import LayerRouting
 from greenroom.core.scheduler.resident_steps import Misses
-from greenroom.errors import DeviceError
+from greenroom.errors import DeviceError, Interrupted
 from greenroom.runtime.cuda.host_loads import HostLoads, LoadedLayer
 from greenroom.runtime.driver.action_queue import ActionQueue
 from greenroom.runtime.kernels.report import TokenReport
@@ -85,6 +85,11 @@ class DeferredSteps(threading.local):
                 if number >= served:
                     step.serve()
                 step.note()
+
+    def end_pass(self) -> None:
+        """Serve all steps of a pass that ends; if it was interrupted, its layers have said so."""
+        with contextlib.suppress(Interrupted):
+            self.settle()
 
 
 class DeviceSteps:

@@ -127,7 +127,7 @@ class Driver:
 
     def end_pass(self) -> None:
         """End the current forward pass, also an abandoned one; do nothing without a pass."""
-        self.deferred.settle()
+        self.deferred.end_pass()
         self.device_steps.count_loads()
         if (ended := self.passes.end()) is None:
             return
