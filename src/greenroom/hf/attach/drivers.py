@@ -72,6 +72,7 @@ def make_driver(
         seed=setup.seed,
         host=tier,
     )
+    foresight = Foresight(predictor, without_mtp(setup.catalog).offsets) if predictor else None
     between = table = None
     with contextlib.ExitStack() as opened:  # an error must not leave host memory registered
         if len(lanes) > 1:
@@ -83,12 +84,8 @@ def make_driver(
             assert isinstance(slots, DeviceSlots)
             table = SlotTable(engines[0], slots, pieces.chunks.tolist())
         driver = Driver(
-            scheduler,
-            store,
-            slots,
-            foresight=Foresight(predictor, without_mtp(setup.catalog).offsets)
-            if predictor
-            else None,
+            *(scheduler, store, slots),
+            foresight=foresight,
             guard=Guard() if setup.guard and predictor else None,
             predict_in_worker=runs_in_worker(predictor, setup.predict_in, setup.cuda),
             links=links_of(setup),
