@@ -10,16 +10,27 @@ import torch
 from shapes import FP8_BLOCK, Shape
 from torch import Tensor, nn
 
-from greenroom.core.layout import PLAIN, SlotLayout
+from greenroom.core.layout import BLOCKS, PLAIN, SlotLayout, TensorSpec
 from greenroom.runtime.cuda.engine import Cuda, Engine
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.slots.block_fields import field_arrays, layout_in_fields
+from greenroom.runtime.slots.block_fields import layout_in_fields, separate
 
 DTYPE = torch.bfloat16
 SCALE = 2**-9  # of a code: activations stay of a useful size
-BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "gguf_mxfp4": 17}  # of 32 inputs, the scale included
+# Of blocks with scales in them: where numbers of 16 bits are, and their value. Scales of parts of a
+# block are codes of 6 bits.
+HALVES = {
+    "q8_0": ((0,), SCALE),
+    "q4_0": ((0,), SCALE),
+    "gguf_mxfp4": ((), 0.0),
+    "q4_k": ((0, 2), SCALE / 32),
+    "q5_k": ((0, 2), SCALE / 32),
+    "q6_k": ((208,), SCALE / 32),
+    "iq4_xs": ((0,), SCALE / 32),
+}
+EXPONENT = 127 - 9  # of scales of 8 bits without a sign
 
 
 def engine_of(device: torch.device) -> Engine:
@@ -79,13 +90,15 @@ def layout_of(shape: Shape, encoding: str, transposed: bool = False) -> SlotLayo
         return SlotLayout.pack([(n, s[::turn], "bfloat16") for n, s in matrices.items()])
     tensors: list[tuple[str, tuple[int, ...], str]] = []
     for name, (rows, columns) in matrices.items():
-        if encoding in BLOCK_BYTES:
-            tensors.append((name, (rows, columns // 32 * BLOCK_BYTES[encoding]), "uint8"))
+        if encoding in HALVES:
+            each, nbytes = BLOCKS[encoding]
+            tensors.append((name, (rows, columns // each * nbytes), "uint8"))
             continue
         codes, scales = {
             "int8": ((columns, "int8"), (rows, columns // 64, "float16")),
             "int4": ((columns // 2, "uint8"), (rows, columns // 32, "float16")),
             "mxfp4": ((columns // 2, "uint8"), (rows, columns // 32, "uint8")),
+            "nvfp4": ((columns // 2, "uint8"), (rows, columns // 16, "float8_e4m3fn")),
             "fp8": (
                 (columns, "float8_e4m3fn"),
                 (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK), "float32"),
@@ -93,31 +106,45 @@ def layout_of(shape: Shape, encoding: str, transposed: bool = False) -> SlotLayo
         }[encoding]
         tensors.append((name, (rows, codes[0]), codes[1]))
         tensors.append((f"{name}.scale", scales[:2], scales[2]))
+        if encoding == "nvfp4":
+            stored = 2 if name == "gate_up_proj" else 1
+            tensors.append((f"{name}.matrix_scale", (stored, 1), "float32"))
     return layout_in_fields(SlotLayout.pack(tensors, dict.fromkeys(matrices, encoding), "bfloat16"))
 
 
 def fill(slots: DeviceSlots, slot: int, layout: SlotLayout, encoding: str) -> None:
     """Random weights of a useful size in a slot."""
     for spec in layout.tensors:
-        if spec.fields:
-            matrix = slots.bytes(slot)[spec.offset : spec.offset + spec.nbytes]
-            codes, scales = field_arrays(spec.fields, matrix)
-            codes.random_(0, 256)
-            if encoding == "gguf_mxfp4":
-                scales.fill_(127 - 9)
-            else:
-                scales.view(torch.float16).fill_(SCALE)
+        if encoding in HALVES:
+            fill_blocks(slots.bytes(slot)[spec.offset : spec.offset + spec.nbytes], spec, encoding)
             continue
         tensor = slots.tensor(slot, spec)
         if encoding == PLAIN:
             tensor.normal_(0, 0.02)
+        elif spec.name.endswith(".matrix_scale"):
+            tensor.fill_(1)
         elif spec.name.endswith(".scale"):
-            tensor.fill_(127 - 9 if tensor.dtype is torch.uint8 else SCALE)
+            tensor.fill_(EXPONENT if tensor.dtype is torch.uint8 else SCALE)
         else:
             codes = tensor.view(torch.uint8)
             codes.random_(0, 256)
             if encoding == "fp8":
                 codes &= 0xBF  # below 2, and no NaN
+
+
+def fill_blocks(matrix: Tensor, spec: TensorSpec, encoding: str) -> None:
+    """Random blocks in the bytes of a matrix."""
+    places, scale = HALVES[encoding]
+    blocks = torch.empty_like(matrix).random_(0, 256).view(-1, BLOCKS[encoding][1])
+    for place in places:
+        half = torch.tensor([scale], dtype=torch.float16, device=matrix.device)
+        blocks[:, place : place + 2] = half.view(torch.uint8)
+    if encoding == "gguf_mxfp4":
+        blocks[:, 0] = EXPONENT
+    if spec.fields:
+        separate(spec.fields, blocks.view(-1), 0, matrix)
+    else:
+        matrix.copy_(blocks.view(-1))
 
 
 @dataclass

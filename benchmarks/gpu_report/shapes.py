@@ -30,7 +30,7 @@ KERNELS = {
     "mixtral-8x7b": Shape("mixtral", 4096, 14336, 8, 2),
 }
 SMALL_KERNELS = {
-    "qwen3-30b-a3b": Shape("qwen3_moe", 64, 64, 8, 2),
+    "qwen3-30b-a3b": Shape("qwen3_moe", 256, 256, 8, 2),
     "gpt-oss-120b": Shape("gpt_oss", 64, 64, 8, 2),
 }
 MODELS = {
@@ -43,8 +43,12 @@ SMALL_MODELS = {
     )
 }
 
-ENCODINGS = ("plain", "int8", "int4", "mxfp4", "fp8", "q8_0", "q4_0", "gguf_mxfp4")
+ENCODINGS = (
+    "plain", "int8", "int4", "mxfp4", "nvfp4", "fp8", "q8_0", "q4_0", "gguf_mxfp4", "q4_k", "q5_k",
+    "q6_k", "iq4_xs",
+)  # fmt: skip
 GROUPED = "grouped_mm"  # transformers' kernel over bfloat16, the baseline of the encodings
+SUPER_BLOCKS, SUPER_BLOCK = {"q4_k", "q5_k", "q6_k", "iq4_xs"}, 256  # inputs of a block
 FP8_BLOCK = 128  # outputs and inputs that share a scale
 SHARES = ("100%", "50%", "25%", "12.5%")  # of the experts that are in the GPU's memory
 BLOCKS = (512, 1024, 2048, 4096)  # tokens of a prompt that are read in one pass
@@ -71,13 +75,15 @@ def tokens(smoke: bool) -> tuple[int, ...]:
 def fits(shape: Shape, encoding: str) -> bool:
     """Check that an encoding's blocks divide the sizes of a shape."""
     sizes = shape.hidden, shape.inner
-    return encoding != "fp8" or all(size % min(FP8_BLOCK, size) == 0 for size in sizes)
+    if encoding == "fp8":
+        return all(size % min(FP8_BLOCK, size) == 0 for size in sizes)
+    return encoding not in SUPER_BLOCKS or all(size % SUPER_BLOCK == 0 for size in sizes)
 
 
 def encodings(smoke: bool) -> list[tuple[str, str]]:
     """(shape, encoding) of every row of the kernel table."""
     if smoke:
-        return [("qwen3-30b-a3b", "int8"), ("gpt-oss-120b", "mxfp4")]
+        return [("qwen3-30b-a3b", "int8"), ("qwen3-30b-a3b", "q4_k"), ("gpt-oss-120b", "mxfp4")]
     shapes = kernels(smoke).items()
     return [(name, kind) for kind in ENCODINGS for name, shape in shapes if fits(shape, kind)]
 

@@ -201,8 +201,7 @@ def assumptions(card: Card, host: Host, machine: Machine) -> list[str]:
 
     link = machine.routes[1].link.bandwidth
     return [
-        f"This is a prediction from data sheets; nothing was measured on a {card.name}, and"
-        " Greenroom has not run on a GPU yet.",
+        f"This is a prediction from data sheets; nothing was measured on a {card.name} for it.",
         f"{card.name}: {show_bytes(card.memory)} at {card.bandwidth / 1e9:,.0f} GB/s, of which"
         f" {shares.MEMORY_SHARE:.0%} are assumed, as other engines reach with dense models; PCIe"
         f" {card.pcie.with_slot(host.slot)} at {link / 1e9:.1f} GB/s, {shares.PCIE_SHARE:.0%} of"
@@ -257,7 +256,8 @@ def recommendation(predicted: Prediction) -> list[str]:
         return []
     return [
         f"recommended: --co-compute auto, with {1 - shared.tpot / moved.tpot:.0%} less time a token"
-        " in this prediction; the last bits of answers may differ from run to run",
+        " in this prediction; the last bits of answers may differ from run to run. Compare both"
+        " there: on an H200, where it was tried once, tokens took longer with it",
         "",
     ]
 
