@@ -29,6 +29,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
 SIGNED = Style("symmetric8", "bfloat16", (1, 64), "int8")
 SMALL_BLOCKS = Style("fp8", "float32", (32, 128))  # a program's rows have several scales
 COVERED = [*(style for style in STYLES if style.name in chunks.CHUNKS), SIGNED]
+FEW = (1, 2, 3, 5, 9, 17)  # blocks in a row, as the CPU's kernels are checked with
+ALL = range(1, 71)  # all of the CPU's
 WIDE = one_token.WIDTH + 1  # chunks: one more than are loaded at a time
 
 
@@ -66,30 +68,40 @@ def sums(layer: LayerExperts, slot: int, weight: WeightSpec, x: torch.Tensor) ->
 
 def block_counts(style: Style) -> set[int]:
     """Some small blocks, and so many that a row has more than the chunks that are loaded."""
-    few = {n for n in (1, 2, 5) if n * unit(style) <= 512}
+    few = {n for n in FEW if n * unit(style) <= 576}
     return few | {-(-WIDE * chunks.CHUNKS[style.name] // unit(style))}
 
 
 CASES = [(style, n) for style in (*COVERED, SMALL_BLOCKS) for n in sorted(block_counts(style))]
 
 
+def check_sums(layer: LayerExperts, slot: int, weight: WeightSpec, dtype: torch.dtype) -> None:
+    parts = [layer.slots.tensor(slot, part) for part in weight.parts]
+    if weight.encoding in chunks.AFFINE:  # the program does not round to the scales' type
+        parts[1] = parts[1].float()
+    values = decode(weight, parts, torch.float32).double()
+    x = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    got, exact = sums(layer, slot, weight, x), values @ x[0].double()
+    # A scale may be 0, and so may a row.
+    size = (values.abs() @ x[0].double().abs()).clamp_min(1e-30)
+    assert float(((got - exact).abs() / size).max()) < 2e-6
+
+
 @pytest.mark.parametrize(("style", "blocks"), CASES, ids=str)
 def test_sums_are_those_of_the_values_in_float32(style, blocks):
     for dtype in (BF16, FP16) if blocks == 1 else (BF16,):
         coded = layer_of(style, blocks, dtype)
-        layer, slot = coded.layer, coded.places[1]
-        for weight in (layer.up_weight, layer.down_weight):
-            parts = [layer.slots.tensor(slot, part) for part in weight.parts]
-            if style.name in chunks.AFFINE:  # the program does not round to the scales' type
-                parts[1] = parts[1].float()
-            values = decode(weight, parts, torch.float32).double()
-            x = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(1))
-            x = x.to(dtype)
-            got, exact = sums(layer, slot, weight, x), values @ x[0].double()
-            # A scale may be 0, and so may a row.
-            size = (values.abs() @ x[0].double().abs()).clamp_min(1e-30)
-            error = (got - exact).abs() / size
-            assert float(error.max()) < 2e-6
+        for weight in (coded.layer.up_weight, coded.layer.down_weight):
+            check_sums(coded.layer, coded.places[1], weight, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("style", [*COVERED, SMALL_BLOCKS], ids=str)
+def test_sums_of_every_width_are_those_of_the_values(style):
+    for blocks in ALL:
+        coded = layer_of(style, blocks)
+        check_sums(coded.layer, coded.places[1], coded.layer.up_weight, BF16)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
