@@ -178,7 +178,9 @@ class Greenroom:
         `idle` is whether the model computes no prompt or answer now; otherwise nothing happens.
         """
         if idle and self._split_counts is not None and self._head_timer is not None:
-            self._split_counts.reconfigure(self.driver, self._head_timer.seconds)
+            divided = self._split_counts.reconfigure(self.driver, self._head_timer.seconds)
+            if divided and (slot_budget := self.slot_budget) is not None:
+                slot_budget.release_excess()
 
     def warm_up(self) -> None:
         """Fill the cache with the experts that earlier runs used most; restart the statistics."""
