@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from greenroom.core.cache.pins import Pins, Task
 from greenroom.core.cache.scope import Scope
 from greenroom.core.config.scheduler import SchedulerConfig
-from greenroom.errors import DeviceError
+from greenroom.core.events import Pinned
+from greenroom.errors import BudgetError, DeviceError
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.history import split_counts
 from greenroom.hf.kv.sizes import kv_bytes
@@ -176,3 +178,52 @@ def test_slots_that_are_divided_anew_take_no_more_memory(
         assert sizes == sorted(sizes)
         assert sizes[0] < equal[0] < sizes[-1]
         assert gpu.held <= before
+
+
+@pytest.mark.parametrize("pinned", [0, 8])
+def test_a_segment_ends_at_the_fewest_slots(
+    pinned: int, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 8 pinned experts, 7 slots are too few, where a segment of 6 would end."""
+    slot = ModelSkeleton.of(whole()).catalog.slot_bytes
+    set_segments(monkeypatch, 6 * slot)
+    pins = None
+    if pinned:
+        catalog = ModelSkeleton.of(whole()).catalog
+        pins = Pins({"a": Task(np.arange(pinned), np.ones(catalog.experts))}, catalog.offsets)
+    with whole_model(10, pinned + 2, pins=pins) as model:
+        model.greenroom.pin()
+        for length in (5, 300, 500, 560, 590):
+            model.generate(ids(length), max_new_tokens=2, do_sample=False)
+        assert model.greenroom.capacity == (10 if pinned else 8)
+
+
+def test_a_resize_that_pinned_experts_do_not_allow_changes_nothing(gpu: Gpu) -> None:
+    with whole_model(10, 2) as model:
+        driver = model.greenroom.driver
+        driver.send(Pinned(np.arange(8)))
+        before = driver.scheduler.capacity, driver.slots.capacity, gpu.held
+        with pytest.raises(BudgetError, match="8 pinned experts leave none of 8"):
+            driver.resize(8)
+        assert (driver.scheduler.capacity, driver.slots.capacity, gpu.held) == before
+        model.generate(ids(5), max_new_tokens=2, do_sample=False)
+
+
+def test_a_resize_without_memory_leaves_the_budget_in_force(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = ModelSkeleton.of(whole()).catalog.slot_bytes
+    set_segments(monkeypatch, slot)
+    gpu.most = 12 * slot
+    with whole_model(4, 2) as model:
+        greenroom = model.greenroom
+        before, budget = greenroom.capacity, greenroom.slot_budget
+        with pytest.raises(DeviceError, match="no room"):
+            greenroom.resize("100%")
+        assert (greenroom.capacity, greenroom.slot_budget) == (before, budget)
+        model.generate(ids(590), max_new_tokens=2, do_sample=False)
+        assert greenroom.capacity == 4 < before
+        assert greenroom.resize("50%") == 8
+        assert greenroom.slot_budget is None
+        model.generate(ids(590), max_new_tokens=2, do_sample=False)
+        assert greenroom.capacity == 8

@@ -40,7 +40,8 @@ class SlotBudget:
     need:      memory that is constant during the run, without KV cache and activations
     context:   most tokens of a sequence
     block:     most tokens of a prompt that a forward pass computes
-    min_slots: slots that a full context must leave; otherwise BudgetError is raised
+    min_slots: slots that a full context must leave; otherwise BudgetError is raised. They are
+               enough for a token, and for each set of experts that may be pinned
     label:     which memory the budget is of, for messages; "" for the process's memory
     devices:   number of GPUs that the slots are distributed over (`Pieces.equal_devices`)
     release:   function that returns unused memory to the system
@@ -106,6 +107,8 @@ class SlotBudget:
         """
         self._in_place = in_place
         self._driver, self._last_need = driver, self.first_block_needs()
+        # Memory is freed in whole segments: one ends at the fewest slots.
+        driver.resize(max(self.min_slots, driver.scheduler.capacity))
         driver.resize(self.initial_slots())
         self._resized_for = self._last_need.total
 
@@ -134,12 +137,14 @@ class SlotBudget:
                 self._driver.resize(target)
             self._limit, self._resized_for = limit, self._last_need.total
 
-    def retire(self) -> None:
-        """End the control of the number of slots, after a resize that is under way.
+    def retire(self, slots: int) -> None:
+        """Set the number of slots for good: passes and `limit_slots` do not change it any more.
 
-        A pass that has begun with this budget in another thread does not resize the cache any more.
+        That includes passes that have begun with this budget in other threads. BudgetError or
+        DeviceError, before anything changes, if there is no room.
         """
         with self._lock:
+            self._driver.resize(slots)
             self._retired = True
 
     def release_excess(self) -> None:
@@ -166,9 +171,8 @@ class SlotBudget:
             slots = capacity_for(
                 self.budget, self._last_need, self.catalog, self.min_slots, self.label, count
             )
-            slots = self._limited(slots)
-            self._driver.scheduler.view.check_capacity(slots, devices=devices)
-            self._driver.resize(slots, devices=tuple(devices))
+            self._driver.scheduler.view.check_capacity(full_context_slots, devices=devices)
+            self._driver.resize(self._limited(slots), devices=devices)
             self.devices, self.full_context_slots = count, full_context_slots
 
     def set_aside(self, nbytes: int) -> None:
