@@ -133,7 +133,7 @@ class Resized:
     capacity: int
     ahead: int | None = None
     scope: Scope | None = None
-    devices: tuple[int, ...] | None = None
+    devices: Sequence[int] | None = None
 
 
 @dataclass(slots=True)

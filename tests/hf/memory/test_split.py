@@ -406,3 +406,16 @@ def test_slots_that_cannot_be_divided_anew_for_want_of_memory_stay(unequal, capl
     unequal.reconfigure()
     assert unequal.driver.scheduler.view.group_sizes() == [5, 5]
     assert "does not divide the slots among layers anew: the GPU has no room" in caplog.text
+
+
+def test_a_resize_while_the_slots_are_divided_anew_stays(unequal, monkeypatch):
+    configure = configurator.configure
+
+    def resize_first(*args: Any, **options: Any) -> Any:
+        unequal.resize(6 * unequal.setup.catalog.slot_bytes)  # as another thread may
+        return configure(*args, **options)
+
+    monkeypatch.setattr(configurator, "configure", resize_first)
+    unequal.reconfigure()
+    assert unequal.capacity == 6
+    assert unequal.driver.scheduler.view.group_sizes() == [5, 1]

@@ -16,7 +16,7 @@ from greenroom.core.layout import Copy, TensorSpec
 from greenroom.errors import DeviceError
 from greenroom.runtime.cuda import slots as module
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.cuda.slots import DeviceSlots
+from greenroom.runtime.cuda.slots import DeviceSlots, slots_in_segment
 from greenroom.runtime.slots.host import HostSlots
 
 
@@ -79,6 +79,37 @@ def test_a_resize_adds_and_drops_segments_and_moves_no_other(small_segments):
     assert slots.address(8) == where[8]
     with pytest.raises(DeviceError, match="between 0 and 20"):
         slots.trim(21)
+
+
+def test_segments_are_held_until_all_of_their_slots_are_dropped(small_segments):
+    slots = DeviceSlots(RecordingEngine(), 1, 64, reserve=20)
+    slots.trim(11)  # segments of 1, 4, 4 and 2 slots
+    held = {1: 1, 2: 5, 5: 5, 6: 9, 9: 9, 10: 11, 11: 11, 12: 12}
+    assert {n: slots.held_bytes(n) // 64 for n in held} == held
+    for capacity, fitting in {13: 13, 11: 11, 10: 9, 8: 5, 3: 1, 1: 1}.items():
+        assert slots.fitting_capacity(capacity, 1, capacity) == fitting
+    assert slots.fitting_capacity(8, 7, 8) == 7
+    slots.trim(0)
+    assert slots.held_bytes(3) == 3 * 64
+
+
+def test_segments_are_smaller_where_a_device_has_many_pools():
+    assert [module.segment_bytes(n) >> 20 for n in (1, 2, 49)] == [256, 128, 32]
+    slots = DeviceSlots(RecordingEngine(), 1, 1 << 20, 100, segment_bytes=4 << 20)
+    slots.trim(6)
+    assert [s.numel() >> 20 for s in slots._segments] == [1, 4, 1]
+
+
+@pytest.mark.parametrize("stride", [64, 100_032, 1_327_104, 4_718_592, 9_437_184, 11_010_048])
+def test_segments_fill_whole_units_of_memory(stride):
+    """Torch rounds them up, and gives less than 10 MiB a part of other memory."""
+    nbytes = stride * slots_in_segment(stride, module.LEAST_SEGMENT_BYTES)
+    assert 10 << 20 <= nbytes <= module.LEAST_SEGMENT_BYTES
+    assert -nbytes % module.UNIT_BYTES <= nbytes / 20
+
+
+def test_a_slot_that_is_larger_than_a_segment_is_one():
+    assert slots_in_segment(300 << 20, 256 << 20) == 1
 
 
 def test_a_device_without_room_keeps_what_it_had(small_segments):

@@ -63,16 +63,32 @@ def test_slots_that_cannot_be_divided_anew_stay_as_they_were():
 class Coarse(FakeSlots):
     """Gives memory back four slots at a time."""
 
-    def fitting_capacity(self, capacity: int) -> int:
-        return max(4, capacity // 4 * 4)
+    def held_bytes(self, capacity: int) -> int:
+        return -(-capacity // 4) * 4 * self.stride
 
 
 def test_the_fitting_capacity_fits_on_every_device():
-    slots = MultiPoolTier([FakeSlots(9, 64, 9), Coarse(9, 64, 9)], 18, SHARES)
-    fitting = slots.fitting_capacity(15)
+    slots = MultiPoolTier([FakeSlots(9, 64, 9), Coarse(9, 64, 9)], 18, SHARES, devices=2)
+    fitting = slots.fitting_capacity(15, 2, 15)
     assert SHARES(15) == [8, 7]
     assert SHARES(fitting)[1] == 4
     assert SHARES(fitting + 1)[1] == 5 or SHARES(fitting + 2)[1] == 5
+
+
+def test_pools_of_a_device_fit_into_their_memory_together():
+    """One that ends within its four slots takes what another one leaves."""
+    sizes = {9: [5, 4], 8: [4, 4], 7: [3, 4], 6: [3, 3], 5: [2, 3]}.__getitem__
+    slots = MultiPoolTier([Coarse(5, 64, 9), Coarse(4, 64, 9)], 9, sizes)
+    assert slots.fitting_capacity(9, 5, 9) == 8  # slots of 9, in place of 12
+    assert slots.fitting_capacity(9, 5, 7) == 7
+    assert slots.fitting_capacity(7, 5, 9) == 8  # no pool has fewer than four
+
+
+def test_no_capacity_below_the_least_is_tried():
+    sizes = {8: [7, 1], 7: [5, 2], 6: [5, 1]}.__getitem__  # no division of fewer
+    slots = MultiPoolTier([Coarse(7, 64, 9), FakeSlots(1, 64, 9)], 8, sizes)
+    slots.pools[1].held_bytes = lambda capacity: 64 * 9
+    assert slots.fitting_capacity(7, 6, 7) == 6
 
 
 def test_marks_are_recorded_on_the_devices_that_computed():

@@ -71,6 +71,11 @@ class Pins:
             return np.empty(0, np.int64)
         return next(iter(self.tasks.values())).experts
 
+    @property
+    def sets(self) -> list[Ints]:
+        """Return the sets of experts that may be pinned, one for each task."""
+        return [task.experts for task in self.tasks.values()]
+
     def nearest(self, counts: Floats | Ints) -> str:
         """Find the task whose pattern of expert use is nearest to a prompt's.
 

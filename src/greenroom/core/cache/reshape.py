@@ -64,25 +64,32 @@ def reshape(cache: Cache, tier_slots: Ints, capacity: int) -> tuple[Ints, list[M
     return fresh, moves
 
 
-def check_new_scope(cache: Cache, capacity: int, scope: Scope) -> None:
+def check_new_scope(
+    cache: Cache, capacity: int, scope: Scope, pinned_set: Ints | None = None
+) -> None:
     """Check that the slots of a cache can be divided among layers in another way.
 
-    Only layers with slots of their own can get other numbers: UsageError otherwise, BudgetError if
-    the capacity or the pinned experts do not allow the division.
+    `pinned_set` are the experts that are never evicted; None is the present set. Only layers with
+    slots of their own can get other numbers: UsageError otherwise, BudgetError if the capacity or
+    the pinned experts do not allow the division.
     """
     if "shared" in (cache.scope, scope):
         raise UsageError(
             "a cache whose layers share all slots cannot be divided among them later, nor the other"
             " way round: choose --scope when the model is loaded"
         )
-    cache.check_pinned(group_sizes(cache.pieces, capacity, scope), cache.pinned_set)
+    sizes = group_sizes(cache.pieces, capacity, scope)
+    cache.check_pinned(sizes, cache.pinned_set if pinned_set is None else pinned_set)
 
 
-def check_new_devices(cache: Cache, capacity: int, devices: Sequence[int]) -> Ints:
+def check_new_devices(
+    cache: Cache, capacity: int, devices: Sequence[int], pinned_set: Ints | None = None
+) -> Ints:
     """Return every piece's home device if only `devices` have experts.
 
-    UsageError for devices that the memory does not have. BudgetError if one would have no slot, or
-    only slots of pinned experts.
+    `pinned_set` are the experts that are never evicted; None is the present set. UsageError for
+    devices that the memory does not have. BudgetError if one would have no slot, or only slots of
+    pinned experts.
     """
     if not set(devices) <= set(range(cache.pieces.devices)):
         raise UsageError(
@@ -90,7 +97,8 @@ def check_new_devices(cache: Cache, capacity: int, devices: Sequence[int]) -> In
         )
     pieces = cache.pieces.on_devices(devices)
     sizes = group_sizes(pieces, capacity, cache.scope)
-    cache.check_pinned(sizes, cache.pinned_set, slot_groups(pieces, sizes))
+    pinned_set = cache.pinned_set if pinned_set is None else pinned_set
+    cache.check_pinned(sizes, pinned_set, slot_groups(pieces, sizes))
     return pieces.home_device
 
 

@@ -39,14 +39,19 @@ class StateView:
     """Read-only access to the scheduler's state, for its options and for drivers.
 
     It is the `View` that options get, with further properties for drivers (runtime and simulator).
-    Only `restore_learned`, `hold_prefetches` and `count_rerouted` change anything.
+    Only `restore_learned`, `hold_prefetches` and `count_rerouted` change anything. A driver sets
+    `pinned_sets`.
 
+    pinned_sets:   sets of experts that may be pinned later, one at a time; a resize has room for
+                   each of them
     accuracy:      the accuracy of predictions
     forecast:      the method of `Lookahead` that returns a layer's predicted experts
     lanes:         how many transfers each link carries at a time
     staging_slots: the number of staging slots, which hold chunks between two links
     sources:       for each device, the number of the first link of its path
     """
+
+    pinned_sets: Sequence[Ints] = ()
 
     def __init__(
         self, placement: Placement, transfers: Transfers, prefetcher: Prefetcher, counts: Counts
@@ -82,13 +87,6 @@ class StateView:
         """The scope of the expert cache: which layers share slots."""
         return self._placement.cache.scope
 
-    def check_scope(self, scope: Scope) -> None:
-        """Check that layers can divide the cache's slots by another scope.
-
-        UsageError or BudgetError if they cannot.
-        """
-        check_new_scope(self._placement.cache, self._placement.capacity, scope)
-
     @property
     def resizing(self) -> bool:
         """Tell whether a requested resize of the cache is still pending."""
@@ -113,29 +111,44 @@ class StateView:
         sizes: list[int] = each.sum(axis=0).tolist()
         return sizes
 
-    def pool_sizes(self, capacity: int, devices: Sequence[int]) -> list[int]:
-        """Return the number of slots of each pool in memory, if `devices` have all experts."""
+    def sizes_after_resize(
+        self, capacity: int, scope: Scope | None, devices: Sequence[int] | None
+    ) -> list[int] | None:
+        """Check a resize of the cache, as `check_capacity` does, before memory is changed for it.
+
+        Returns the number of slots of each pool in memory if `devices` are to have all experts.
+        """
+        self.check_capacity(capacity, scope=scope, devices=devices)
+        if devices is None:
+            return None
         return pool_sizes(self.pieces.on_devices(devices), capacity, self.scope)
 
     def check_capacity(
         self,
         capacity: int,
         pinned_set: Ints | None = None,
+        scope: Scope | None = None,
         devices: Sequence[int] | None = None,
     ) -> None:
         """Check that a cache capacity leaves each slot group an unpinned slot.
 
         capacity:   the number of cache slots, counted in unsplit experts
-        pinned_set: the experts that are never evicted; None: the present set
-        devices:    those that are to have all experts, in place of the present ones
+        pinned_set: the experts that are never evicted; None: the present set, and `pinned_sets`
+        scope:      how layers are to divide the slots; None: as now
+        devices:    those that are to have all experts; None: the present ones
 
-        BudgetError if a slot group would have only pinned experts.
+        BudgetError if a slot group would have only pinned experts. UsageError for a scope that the
+        cache cannot change to, or for unknown devices.
         """
         cache = self._placement.cache
-        if devices is None:
-            cache.sizes_for(capacity, pinned_set)
-        else:
-            check_new_devices(cache, capacity, devices)
+        pinned = (cache.pinned_set, *self.pinned_sets) if pinned_set is None else (pinned_set,)
+        for each in pinned:
+            if devices is not None:
+                check_new_devices(cache, capacity, devices, each)
+            elif scope is not None:
+                check_new_scope(cache, capacity, scope, each)
+            else:
+                cache.sizes_for(capacity, each)
 
     def export_learned(self) -> Arrays:
         """Export what the eviction policy has learned; empty if it learns nothing."""

@@ -168,8 +168,10 @@ class Greenroom:
                 if self.slot_budget is not None
                 else self.capacity
             )
-            for task in setup.pins.tasks.values():
-                self.driver.scheduler.view.check_capacity(fewest, task.experts)
+            view, sets = self.driver.scheduler.view, setup.pins.sets
+            for each in sets:
+                view.check_capacity(fewest, each)
+            view.pinned_sets = sets
             self.hooks.observers.append(TaskPins(setup.pins, self.driver))
 
     def reconfigure(self, idle: bool = True) -> None:
@@ -178,7 +180,9 @@ class Greenroom:
         `idle` is whether the model computes no prompt or answer now; otherwise nothing happens.
         """
         if idle and self._split_counts is not None and self._head_timer is not None:
-            self._split_counts.reconfigure(self.driver, self._head_timer.seconds)
+            divided = self._split_counts.reconfigure(self.driver, self._head_timer.seconds)
+            if divided and (slot_budget := self.slot_budget) is not None:
+                slot_budget.release_excess()
 
     def warm_up(self) -> None:
         """Fill the cache with the experts that earlier runs used most; restart the statistics."""
@@ -223,18 +227,18 @@ class Greenroom:
 
         The model may be in use. The policy evicts experts that no longer fit, and their memory
         returns to the system. From then on the size is fixed: it no longer shrinks as the KV cache
-        grows. Returns the number of slots. Raises ClosedError after `detach`, and UsageError or
-        BudgetError for an impossible size.
+        grows. Returns the number of slots. Raises ClosedError after `detach`, UsageError or
+        BudgetError for an impossible size, and DeviceError without memory for it; nothing has
+        changed then.
         """
         self._check_open()
         slots = slots_for(cache, self.setup.catalog, "cache")
-        self.driver.scheduler.view.check_capacity(slots)
         with self._resize_lock:
-            slot_budget, self.hooks.slot_budget = self.slot_budget, None
-            if slot_budget is not None:
-                slot_budget.retire()
-            self._fixed_slots = slots
-            self.driver.resize(slots)
+            if self.slot_budget is None:
+                self.driver.resize(slots)
+            else:
+                self.slot_budget.retire(slots)
+            self.hooks.slot_budget, self._fixed_slots = None, slots
             self._slots_each = slots / self.driver.pieces.equal_devices
         return self.capacity
 

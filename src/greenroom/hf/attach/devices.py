@@ -36,7 +36,6 @@ def change_devices(
         return
     pieces = driver.pieces.on_devices(places)
     slots = min(max(round(slots_each * pieces.equal_devices), len(places)), pieces.experts)
-    driver.scheduler.view.check_capacity(slots, devices=places)
     driver.resize(slots, devices=places)
 
 

@@ -155,13 +155,8 @@ class SplitCounts:
         division = Division.of(capacity, latency, pieces.layers, pieces.split)
         scope = division(self.activity, view.scope)
         try:
-            view.check_scope(scope)
-        except BudgetError as error:
-            log.warning("--split auto does not divide the slots among layers anew: %s", error)
-            return False
-        try:
-            driver.resize(capacity, scope)
-        except DeviceError as error:  # for a moment both divisions need memory
+            driver.resize(None, scope)  # another thread may have changed the capacity
+        except (BudgetError, DeviceError) as error:  # for a moment both divisions need memory
             log.warning("--split auto does not divide the slots among layers anew: %s", error)
             return False
         return True

@@ -77,23 +77,24 @@ def attach(
         assert setup.source is not None
         setup.source.stamps.check("while it was loaded")
         if budget.pressure:
-            greenroom.watch_pressure(_fewest(greenroom, budget), fixed=config.pressure == "on")
+            least = max(budget.min_slots, least_slots(setup))
+            fewest = _fewest(greenroom, least, greenroom.capacity)
+            greenroom.watch_pressure(fewest, fixed=config.pressure == "on")
     except BaseException:
         greenroom.detach()
         raise
     return model
 
 
-def _fewest(greenroom: Greenroom, budget: Budget) -> int:
+def _fewest(greenroom: Greenroom, least: int, most: int) -> int:
     """Return the fewest slots for a token; every task's pinned experts leave slots for others."""
-    setup, view = greenroom.setup, greenroom.driver.scheduler.view
-    tasks = setup.pins.tasks.values() if setup.pins is not None else ()
-    for slots in range(max(budget.min_slots, least_slots(setup)), greenroom.capacity):
+    pins, view = greenroom.setup.pins, greenroom.driver.scheduler.view
+    for slots in range(least, most):
         with suppress(BudgetError):
-            for pinned in [None, *(task.experts for task in tasks)]:
+            for pinned in [None, *(pins.sets if pins is not None else ())]:
                 view.check_capacity(slots, pinned)
             return slots
-    return greenroom.capacity
+    return most
 
 
 def _replace_settings(model: Any, setup: ModelSetup) -> Any:
@@ -123,7 +124,9 @@ def _measured_budget(
         need = replace(need, process=process + budget.caller_bytes, dense=0)
     workspace = Workspace.of(model, catalog, setup.kernels in COMPILED)
     least = max(slot_budget.min_slots, least_slots(setup))
-    return replace(slot_budget, need=need, workspace=workspace, min_slots=least)
+    measured = replace(slot_budget, need=need, workspace=workspace, min_slots=least)
+    fewest = _fewest(model.greenroom, least, measured.full_context_slots)
+    return replace(measured, min_slots=fewest)
 
 
 def _store_process(setup: ModelSetup, process: int) -> None:

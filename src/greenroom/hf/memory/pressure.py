@@ -235,7 +235,6 @@ class PressureWatcher:
         driver = self._driver
         before = driver.scheduler.capacity
         try:
-            driver.scheduler.view.check_capacity(target)
             slots.limit_slots(target)
         except ClosedError:
             raise

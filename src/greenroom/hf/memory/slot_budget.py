@@ -8,6 +8,7 @@ for another conversation, slots are added again if enough are gained.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -18,7 +19,7 @@ from math import ceil
 from typing import Any
 
 from greenroom.core.layout import Catalog
-from greenroom.errors import DeviceError
+from greenroom.errors import BudgetError, DeviceError
 from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv.sizes import KVBytes
 from greenroom.hf.memory.budget import SLACK, MemoryNeeds, Workspace, capacity_for
@@ -39,7 +40,8 @@ class SlotBudget:
     need:      memory that is constant during the run, without KV cache and activations
     context:   most tokens of a sequence
     block:     most tokens of a prompt that a forward pass computes
-    min_slots: slots that a full context must leave; otherwise BudgetError is raised
+    min_slots: slots that a full context must leave; otherwise BudgetError is raised. They are
+               enough for a token, and for each set of experts that may be pinned
     label:     which memory the budget is of, for messages; "" for the process's memory
     devices:   number of GPUs that the slots are distributed over (`Pieces.equal_devices`)
     release:   function that returns unused memory to the system
@@ -105,6 +107,8 @@ class SlotBudget:
         """
         self._in_place = in_place
         self._driver, self._last_need = driver, self.first_block_needs()
+        # Memory is freed in whole segments: one ends at the fewest slots.
+        driver.resize(max(self.min_slots, driver.scheduler.capacity))
         driver.resize(self.initial_slots())
         self._resized_for = self._last_need.total
 
@@ -128,18 +132,31 @@ class SlotBudget:
             limit = None if slots >= full else max(slots, self.min_slots)
             target = full if limit is None else limit
             if target < now:
-                self._shrink(target, now)
+                self._shrink(target)
             elif target > now:
                 self._driver.resize(target)
             self._limit, self._resized_for = limit, self._last_need.total
 
-    def retire(self) -> None:
-        """End the control of the number of slots, after a resize that is under way.
+    def retire(self, slots: int) -> None:
+        """Set the number of slots for good: passes and `limit_slots` do not change it any more.
 
-        A pass that has begun with this budget in another thread does not resize the cache any more.
+        That includes passes that have begun with this budget in other threads. BudgetError or
+        DeviceError, before anything changes, if there is no room.
         """
         with self._lock:
+            self._driver.resize(slots)
             self._retired = True
+
+    def release_excess(self) -> None:
+        """Remove slots until the cache takes no more memory than its slots may.
+
+        It does after its slots were divided among layers anew: of a layer that has fewer slots now,
+        a part of a segment is not in use, and is not freed. Slots that pinned experts need stay.
+        """
+        with self._lock:
+            if not self._retired:
+                with contextlib.suppress(BudgetError):
+                    self._shrink(self._limited(self.full_slots()))
 
     def use_devices(self, devices: Sequence[int]) -> None:
         """Distribute the experts over other devices, with as many slots on each as before.
@@ -154,9 +171,8 @@ class SlotBudget:
             slots = capacity_for(
                 self.budget, self._last_need, self.catalog, self.min_slots, self.label, count
             )
-            slots = slots if self._limit is None else min(slots, self._limit)
-            self._driver.scheduler.view.check_capacity(slots, devices=devices)
-            self._driver.resize(slots, devices=tuple(devices))
+            self._driver.scheduler.view.check_capacity(full_context_slots, devices=devices)
+            self._driver.resize(self._limited(slots), devices=devices)
             self.devices, self.full_context_slots = count, full_context_slots
 
     def set_aside(self, nbytes: int) -> None:
@@ -253,29 +269,36 @@ class SlotBudget:
         if self._retired:
             return
         driver = self._driver
-        target, now = self._slots(need), driver.scheduler.capacity
+        target, now = self._limited(self._slots(need)), driver.scheduler.capacity
         self._last_need = need
-        if self._limit is not None:
-            target = min(target, self._limit)
-        if target < now:
-            self._shrink(target, now)
-            self._resized_for = need.total
-            return
         pays = (target - now) * MIN_GAIN >= now
         if pays and need.total + self._margin(now) <= self._resized_for:
             try:
-                driver.resize(target)
+                driver.resize(driver.slots.fitting_capacity(target, self.min_slots, target))
             except DeviceError as error:
                 log.warning(
                     "no expert slots were added, although the memory budget allows more: %s", error
                 )
             self._resized_for = need.total
+        elif self._shrink(target):
+            self._resized_for = need.total
 
-    def _shrink(self, target: int, now: int) -> None:
-        """Remove slots and return their memory, in whole units of memory."""
-        if (fitting := self._driver.slots.fitting_capacity(target)) < now:
-            self._driver.resize(fitting)
-            self.release()
+    def _shrink(self, target: int) -> bool:
+        """Remove slots until the cache takes at most the memory of `target` slots.
+
+        Memory is freed in whole segments, so even fewer slots may take more. Returns whether slots
+        were removed.
+        """
+        driver, now = self._driver, self._driver.scheduler.capacity
+        fitting = driver.slots.fitting_capacity(target, self.min_slots, min(target, now))
+        if fitting >= now:
+            return False
+        driver.resize(fitting)
+        self.release()
+        return True
+
+    def _limited(self, slots: int) -> int:
+        return slots if self._limit is None else min(slots, self._limit)
 
     def _margin(self, now: int) -> int:
         """Return by how many bytes memory needs must fall before slots are added.

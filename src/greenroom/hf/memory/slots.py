@@ -21,7 +21,7 @@ from greenroom.json_file import printable
 from greenroom.policies import policy as named_policy
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory
-from greenroom.runtime.cuda.slots import DeviceSlots
+from greenroom.runtime.cuda.slots import DeviceSlots, segment_bytes
 from greenroom.runtime.driver.copier import Store
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.kernels import panel_order
@@ -185,8 +185,11 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
     of = [n // devices for n in range(len(counts))]  # the kind of each pool
     sized = zip(counts, [strides[n] for n in of], [most[n] for n in of], joins, strict=True)
     if engines:
-        on = [*engines] * (len(counts) // devices)
-        slot_pools = [DeviceSlots(engine, *each) for engine, each in zip(on, sized, strict=True)]
+        kinds = len(counts) // devices
+        slot_pools = [
+            DeviceSlots(engine, *each, segment_bytes(kinds))
+            for engine, each in zip([*engines] * kinds, sized, strict=True)
+        ]
     else:
         kind = FakeSlots if setup.fake else HostSlots
         slot_pools = [
@@ -194,7 +197,7 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
             for *each, joiner in sized
         ]
     return (
-        MultiPoolTier(slot_pools, setup.capacity, sizes, sizes_for)
+        MultiPoolTier(slot_pools, setup.capacity, sizes, sizes_for, devices)
         if len(slot_pools) > 1
         else slot_pools[0]
     )

@@ -1,17 +1,17 @@
-"""Slots for experts in device memory: equal slots, allocated in blocks of about 256 MiB.
+"""Slots for experts in device memory: equal slots, allocated in segments of at most 256 MiB.
 
-A resize adds or frees blocks and moves no slot, since kernels find a slot by its address. A stream
-of its own copies bytes from host memory. A slot is written only after every launched computation
-that reads the slot: `mark_computed` records an event after the computation, and a copy waits only
-for the event of the slot that it writes. A slot has one event, the last; each event is behind all
-earlier ones, also if threads compute on several streams.
+A resize adds or frees segments and moves no slot, since kernels find a slot by its address. A
+stream of its own copies bytes from host memory. A slot is written only after every launched
+computation that reads the slot: `mark_computed` records an event after the computation, and a copy
+waits only for the event of the slot that it writes. A slot has one event, the last; each event is
+behind all earlier ones, also if threads compute on several streams.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +28,30 @@ from greenroom.runtime.slots.forms import arrange, as_integers
 from greenroom.runtime.slots.nested_planes import PlaneJoiner, join_on_device
 from greenroom.runtime.slots.tier import SlotPool, overlap
 
-SEGMENT_BYTES = 256 << 20
+SEGMENT_BYTES = 256 << 20  # of a pool that has a device for itself
+# Torch's allocator gives less than 10 MiB a part of 20 MiB, which it frees as a whole; it rounds
+# more up to 2 MiB. Half a segment of this size has memory of its own.
+LEAST_SEGMENT_BYTES = 32 << 20
+UNIT_BYTES = 2 << 20
+
+
+def segment_bytes(pools: int) -> int:
+    """Return the most bytes of a segment, if a device has so many pools.
+
+    Each pool has a last segment that is in use in part.
+    """
+    return max(SEGMENT_BYTES // pools, min(SEGMENT_BYTES, LEAST_SEGMENT_BYTES))
+
+
+def slots_in_segment(stride: int, nbytes: int) -> int:
+    """Return the number of slots in a segment of at most `nbytes`, at least one.
+
+    A segment has half of these bytes or more. Rounding it up to whole units of memory takes the
+    least memory a slot.
+    """
+    most = max(1, nbytes // stride)
+    tried = range(most, max((most - 1) // 2, most - 64), -1)
+    return min(tried, key=lambda count: -count * stride % UNIT_BYTES / count)
 
 
 class DeviceSlots(SlotPool):
@@ -47,17 +70,20 @@ class DeviceSlots(SlotPool):
         stride: int,
         reserve: int,
         plane_joiner: PlaneJoiner | None = None,
+        segment_bytes: int | None = None,
     ) -> None:
         """Allocate `capacity` slots in device memory.
 
         reserve: the largest number of slots that `trim` accepts
         plane_joiner: finds when the planes of nested experts must be joined
+        segment_bytes: the most bytes of a segment; None: SEGMENT_BYTES
 
         Raises DeviceError if the device has not enough memory.
         """
         assert stride % ALIGNMENT == 0
         self.engine, self.stride, self.reserve = engine, stride, max(capacity, reserve)
         self.capacity, self._plane_joiner = 0, plane_joiner
+        self._segment_slots = slots_in_segment(stride, segment_bytes or SEGMENT_BYTES)
         self._parts: dict[int, tuple[Sequence[tuple[int, int]], list[Tensor]]] = {}
         self.addresses: NDArray[np.int64] = np.zeros(0, np.int64)
         self._segments: list[Tensor] = []
@@ -282,9 +308,9 @@ class DeviceSlots(SlotPool):
             self.bytes(target).copy_(self.bytes(source))
 
     def trim(self, capacity: int) -> None:
-        """Set the number of slots: allocate blocks of slots, or free the last blocks.
+        """Set the number of slots: allocate segments of slots, or free the last segments.
 
-        A block is freed if all of its slots are dropped. Raises DeviceError if the number is not
+        A segment is freed if all of its slots are dropped. Raises DeviceError if the number is not
         from 0 to `reserve`, or if the device has not enough memory.
         """
         if not 0 <= capacity <= self.reserve:
@@ -308,27 +334,18 @@ class DeviceSlots(SlotPool):
         ]
         self.addresses = np.concatenate([*each, np.zeros(0, np.int64)])
 
-    def fitting_capacity(self, capacity: int) -> int:
-        """Return the largest number of slots that takes at most the memory of `capacity` slots.
-
-        Memory is freed only in whole blocks of slots. So if `capacity` ends within an allocated
-        block, the result is the number of slots before that block. The first block is never freed:
-        if `capacity` ends within it, the result is `capacity`.
-        """
-        if capacity >= self._end:
-            return capacity
-        number = bisect_right(self._first_slots, capacity) - 1
-        return self._first_slots[number] or capacity
+    def held_bytes(self, capacity: int) -> int:
+        """Return the bytes of all segments after a resize, which frees whole segments."""
+        number = bisect_left(self._first_slots, capacity)
+        if number < len(self._first_slots):
+            return self._first_slots[number] * self.stride
+        return max(capacity, self._end) * self.stride
 
     def _grow(self, capacity: int) -> None:
-        each, before, first_new = (
-            max(1, SEGMENT_BYTES // self.stride),
-            len(self._segments),
-            self._end,
-        )
+        before, first_new = len(self._segments), self._end
         try:
             while (first := self._end) < capacity:
-                count = min(each, capacity - first)
+                count = min(self._segment_slots, capacity - first)
                 with torch.inference_mode(False):  # other threads write to it
                     self._segments.append(self.engine.empty(count * self.stride))
                 self._first_slots.append(first)

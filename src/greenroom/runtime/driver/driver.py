@@ -289,16 +289,17 @@ class Driver:
             self._handle(event)
 
     def resize(
-        self, capacity: int, scope: Scope | None = None, devices: tuple[int, ...] | None = None
+        self, capacity: int | None, scope: Scope | None = None, devices: Sequence[int] | None = None
     ) -> None:
-        """Change the number of cache slots, or the devices; wait until the cache has them.
+        """Change the number of cache slots, their scope or devices; wait until the cache has them.
 
-        DeviceError if the memory is too small; the number of slots then stays."""
+        None keeps the number. BudgetError or DeviceError, before anything changes, without room."""
         with self.step_lock:
             self.begin_exclusive()
+            capacity = self.scheduler.capacity if capacity is None else capacity
             if capacity == self.scheduler.capacity and scope is None and devices is None:
                 return
-            sizes = self.scheduler.view.pool_sizes(capacity, devices) if devices else None
+            sizes = self.scheduler.view.sizes_after_resize(capacity, scope, devices)
             self.slots.grow(capacity, scope, sizes)
             self._handle(Resized(capacity, None, scope, devices))
             with self.lock:  # prefetches in flight land first
@@ -382,9 +383,8 @@ class Driver:
             if self.scheduler.step is not None and self._actions.broken is None:
                 self._handle_locked(Cancelled())
             self._end_copies()
-            if self.scheduler.step is not None and self._actions.broken is None:
-                while not self._actions and self._actions.broken is None:
-                    self._changed.wait()
+            while not (self.scheduler.step is None or self._actions or self._actions.broken):
+                self._changed.wait()
             self._actions.clear()
 
     def _end_copies(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -93,12 +93,17 @@ class SlotPool(Slots):
         if capacity > self.capacity:
             self.trim(capacity)
 
-    def fitting_capacity(self, capacity: int) -> int:
-        """Return the largest number of slots that takes at most the memory of `capacity` slots.
+    def held_bytes(self, capacity: int) -> int:
+        """Return the bytes of memory that the pool has after a resize."""
+        return capacity * self.stride
 
-        It is below `capacity` if a pool frees memory only in larger units than a slot.
+    def fitting_capacity(self, capacity: int, least: int, most: int) -> int:
+        """Return a number of slots that takes at most the memory of `capacity` slots.
+
+        It is the largest from `least` to `most`. It may be below `capacity`, if a pool frees memory
+        only in larger units than a slot.
         """
-        return capacity
+        return fitting_capacity(self.pools, lambda slots: [slots], capacity, least, most)
 
     def close(self) -> None:
         """Free the memory of all slots now."""
@@ -126,12 +131,42 @@ def group_by_pool(slots: Sequence[int], pools: int) -> dict[int, list[int]]:
     return indices
 
 
+def fitting_capacity(
+    pools: Sequence[SlotPool], sizes: Sizes, capacity: int, least: int, most: int, devices: int = 1
+) -> int:
+    """Return the largest capacity from `least` to `most` that takes the memory of `capacity`.
+
+    Pool p is on device p % devices. Each device must have enough memory: one of its pools may take
+    more than its share if others take less. What a pool never frees counts as its share. If no
+    capacity fits, the result is `least`.
+
+    sizes: the number of slots of each pool for a capacity
+    """
+
+    def on_each_device(nbytes: Iterable[int]) -> list[int]:
+        of_pools = list(nbytes)
+        return [sum(of_pools[device::devices]) for device in range(devices)]
+
+    limits = on_each_device(
+        max(n * pool.stride, pool.held_bytes(1))
+        for pool, n in zip(pools, sizes(capacity), strict=True)
+    )
+    for fitting in range(most, least, -1):
+        totals = on_each_device(
+            pool.held_bytes(n) for pool, n in zip(pools, sizes(fitting), strict=True)
+        )
+        if all(total <= limit for total, limit in zip(totals, limits, strict=True)):
+            return fitting
+    return least
+
+
 class MultiPoolTier:
     """Memory for experts that consists of several slot pools, for example one a device.
 
     Pools may have slots of different sizes. With n pools, slot s of the tier is slot s // n of pool
-    s % n. `sizes(capacity)` returns the number of slots of each pool of a cache for `capacity`
-    experts; `sizes_for(scope)` is such a function for another division of slots among layers.
+    s % n. Pool p is on device p % devices. `sizes(capacity)` returns the number of slots of each
+    pool of a cache for `capacity` experts; `sizes_for(scope)` is such a function for another
+    division of slots among layers.
     """
 
     def __init__(
@@ -140,9 +175,10 @@ class MultiPoolTier:
         capacity: int,
         sizes: Sizes,
         sizes_for: Callable[[Scope], Sizes] | None = None,
+        devices: int = 1,
     ) -> None:
         self.pools, self.capacity, self._sizes = tuple(pools), capacity, sizes
-        self._sizes_for = sizes_for
+        self._sizes_for, self._devices = sizes_for, devices
 
     def at(self, slot: int) -> tuple[SlotPool, int]:
         count = len(self.pools)
@@ -195,13 +231,8 @@ class MultiPoolTier:
         self._trim_pools([max(n, p.capacity) for n, p in zip(sizes, self.pools, strict=True)])
         self._sizes = sizes_of
 
-    def fitting_capacity(self, capacity: int) -> int:
-        most = [
-            p.fitting_capacity(n) for p, n in zip(self.pools, self._sizes(capacity), strict=True)
-        ]
-        while any(n > m for n, m in zip(self._sizes(capacity), most, strict=True)):
-            capacity -= 1
-        return capacity
+    def fitting_capacity(self, capacity: int, least: int, most: int) -> int:
+        return fitting_capacity(self.pools, self._sizes, capacity, least, most, self._devices)
 
     def close(self) -> None:
         for pool in self.pools:
