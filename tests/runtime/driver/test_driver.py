@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,6 +257,28 @@ def test_an_interrupted_resize_is_done_later(rig, monkeypatch):
     r.check()
     assert r.scheduler.capacity == 5
     r.step(1, 3, 4)
+
+
+@pytest.mark.parametrize("at", ["grow", "handle"])
+def test_an_interrupt_within_a_resize_waits_until_memory_and_scheduler_agree(rig, monkeypatch, at):
+    """A pool that has other slots than the scheduler would lose experts at the next resize."""
+    r = rig(4)
+    driver = r.driver
+    owner, name = (driver.slots, "grow") if at == "grow" else (driver, "_handle")
+    work = getattr(owner, name)
+
+    def interrupted(*given: Any) -> None:
+        work(*given)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            driver.resize(6)
+    assert r.scheduler.capacity == driver.slots.capacity == 6
+    r.step(0, 0, 1)
+    r.settle()
+    r.check()
 
 
 def test_overlapped_work_may_fail(rig):

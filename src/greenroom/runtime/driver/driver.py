@@ -28,6 +28,7 @@ from greenroom.core.predictor import LayerRouting, PassStart
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
 from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.interrupts import hold_interrupts
 from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.host_loads import HostLoads
 from greenroom.runtime.cuda.slot_table import SlotTable
@@ -181,8 +182,7 @@ class Driver:
             self.changes.follow_stream()
             passes, first = self.passes, self.pieces.offsets[layer]
             passes.note_layers(layer, layer)
-            pieces = experts + first
-            self.resident.count(pieces)
+            self.resident.count(pieces := experts + first)
             event = Routed(
                 passes.number, layer, pieces, passes.request, rows, weights, passes.prefill,
                 tail_weights, prepare_host_job is None, frozenset(first + e for e in computed),
@@ -277,8 +277,7 @@ class Driver:
             return None
         with self.step_lock:
             self.begin_exclusive(interruptible=True)
-            done = self.resident.steps(layers[0], find)
-            if done:
+            if done := self.resident.steps(layers[0], find):
                 self.passes.note_layers(layers[0], layers[done - 1])
             return done
 
@@ -300,8 +299,9 @@ class Driver:
             if capacity == self.scheduler.capacity and scope is None and devices is None:
                 return
             sizes = self.scheduler.view.sizes_after_resize(capacity, scope, devices)
-            self.slots.grow(capacity, scope, sizes)
-            self._handle(Resized(capacity, None, scope, devices))
+            with hold_interrupts():  # memory and scheduler agree about the slots
+                self.slots.grow(capacity, scope, sizes)
+                self._handle(Resized(capacity, None, scope, devices))
             with self.lock:  # prefetches in flight land first
                 while self.scheduler.view.resizing:
                     self._actions.wait()
