@@ -220,3 +220,17 @@ def test_what_is_rearranged_on_the_device_is_what_the_host_would_have_made(
     slots.write(0, (copy,), data, 0)
     got = slots.tensor(0, TensorSpec("x", (columns, rows), target_dtype, 64))
     assert torch.equal(got, source.T.to(got.dtype))
+
+
+def test_copies_are_rearranged_in_and_out_of_inference_mode():
+    """One thread calls the model both ways: transformers' `generate` is in no inference mode."""
+    source = torch.randn(3, 5)
+    data = source.view(torch.uint8).numpy().reshape(-1)
+    copy = Copy(0, 0, (5, 3), (4, 20), (6, 2), "float32", "bfloat16")
+    slots = DeviceSlots(Engine(), 1, 64, 1)
+    for mode in (True, False, True):
+        slots.bytes(0).zero_()
+        with torch.inference_mode(mode):
+            slots.launch_write(0, (copy,), data, 0)
+        got = slots.tensor(0, TensorSpec("x", (5, 3), "bfloat16", 0))
+        assert torch.equal(got, source.T.bfloat16())

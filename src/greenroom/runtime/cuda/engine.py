@@ -45,11 +45,12 @@ class Engine:
     kernels_read_host = True  # at the host's addresses, if `register` was called for the memory
 
     def empty(self, nbytes: int) -> Tensor:
-        """Allocate uninitialised device memory: [nbytes] uint8.
+        """Allocate uninitialised device memory: [nbytes] uint8, for passes of any inference mode.
 
         Raises DeviceError if the device has not enough memory.
         """
-        return torch.empty(nbytes, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8)
 
     def free(self, memory: Tensor) -> None:
         """Free what `empty` allocated, of which kernels' constant arguments may have views."""
@@ -174,7 +175,8 @@ class Cuda(GraphCaptures, Engine):
         self._streams = threading.local()
 
     def empty(self, nbytes: int) -> Tensor:
-        with torch.cuda.device(self.device), device_errors(f"{show_bytes(nbytes)} for slots"):
+        errors = device_errors(f"{show_bytes(nbytes)} for slots")
+        with torch.cuda.device(self.device), errors, torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def memory(self) -> tuple[int, int]:

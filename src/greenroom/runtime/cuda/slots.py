@@ -346,8 +346,7 @@ class DeviceSlots(SlotPool):
         try:
             while (first := self._end) < capacity:
                 count = min(self._segment_slots, capacity - first)
-                with torch.inference_mode(False):  # other threads write to it
-                    self._segments.append(self.engine.empty(count * self.stride))
+                self._segments.append(self.engine.empty(count * self.stride))
                 self._first_slots.append(first)
         except DeviceError:
             del self._segments[before:], self._first_slots[before:]
