@@ -39,6 +39,9 @@ pytestmark = [
 WAITING_METHODS = (
     "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__",
 )  # fmt: skip
+# How tokens are computed, and whether the engine makes graphs: kernel by kernel, in pieces that are
+# no graphs, by graphs.
+KERNELS, NO_GRAPHS, GRAPHS = (False, True), (True, False), (True, True)
 
 
 class WatchedEngine(RecordedGraphs):
@@ -157,7 +160,8 @@ def watch_tokens(
         torch.inference_mode(),
     ):
         model.greenroom.bindings._graph._refused = not by_graph
-        cache = model(ids(1, 60), use_cache=True).past_key_values
+        tokens = 60 if parts["capacity"] == 1000 else 5  # of all experts
+        cache = model(ids(1, tokens), use_cache=True).past_key_values
         for token in ids(4, 1):  # launches are built, and each shared expert's input compared once
             model(token[None], past_key_values=cache, use_cache=True)
         view, replays = model.greenroom.driver.scheduler.view, engine.replays
@@ -170,21 +174,18 @@ def watch_tokens(
 
 
 @pytest.mark.parametrize(
-    ("name", "capacity", "host_capacity"),
+    ("name", "capacity", "host_capacity", "by_graph", "makes_graphs"),
     [
-        ("qwen3_moe", 3, 0),
-        ("qwen3_moe", 3, 1000),
-        ("qwen3_moe", 1000, 0),
-        ("gpt_oss", 12, 0),
-        ("deepseek_v3", 3, 0),
-        ("deepseek_v3", 3, 1000),
+        *(("qwen3_moe", *n, *way) for n in ((3, 0), (3, 1000), (1000, 0))
+          for way in (KERNELS, NO_GRAPHS, GRAPHS)),
+        ("gpt_oss", 12, 0, *GRAPHS),
+        ("deepseek_v3", 3, 0, *KERNELS),
+        ("deepseek_v3", 3, 1000, *GRAPHS),
     ],
-)
-@pytest.mark.parametrize(("by_graph", "makes_graphs"), [(False, True), (True, False), (True, True)])
+)  # fmt: skip
 def test_a_decode_pass_waits_for_no_value(
     name, capacity, host_capacity, by_graph, makes_graphs, launches_alone, monkeypatch
 ):
-    """Kernel by kernel, in pieces that are no graphs, and by graphs."""
     engine = WatchedEngine(monkeypatch, makes_graphs)
     parts = {"capacity": capacity, "host_capacity": host_capacity}
     misses = watch_tokens(name, monkeypatch, engine, by_graph, **parts)
