@@ -104,7 +104,7 @@ check-gpu:
 # Triton's kernels compiled for GPUs that are not here: is their machine code within its limits? What
 # was compiled is kept in build/offline-gpu, so the second run takes seconds.
 check-gpu-offline: $(READY) native
-	TRITON_INTERPRET=0 nice $(BIN)/python -m pytest -m offline_gpu tests/offline_gpu -n 2 --dist worksteal
+	TRITON_INTERPRET=0 OMP_NUM_THREADS=1 nice $(BIN)/python -m pytest -m offline_gpu tests/offline_gpu -n 2 --dist worksteal
 
 # Tests and measurements on a GPU, 30 minutes; what OUT has already is not done again.
 OUT ?= gpu-report

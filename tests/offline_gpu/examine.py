@@ -4,36 +4,43 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from tests.offline_gpu.compiler import Findings, examine, specialize
-from tests.offline_gpu.launches import ALL, Launch, architectures, launches
+from tests.offline_gpu.compiler import specialize
+from tests.offline_gpu.findings import Findings, examine
+from tests.offline_gpu.launches import ALL, ARCHITECTURES, Launch, architectures, launches
 from tests.offline_gpu.limits import measures
 
 HEAD = """\
-# What Triton's kernels exceed: encoding | launch | measure | the most that was found.
+# What Triton's kernels exceed: encoding | sm_ | launch | measure | the most that was found.
 # Written by `python -m tests.offline_gpu.examine --exceptions`. A bound may only become smaller.
 """
 
 
-def findings(encoding: str) -> Iterator[tuple[int, Launch, Findings]]:
-    """Compile each different launch of an encoding, for each architecture."""
+def findings(
+    encoding: str, of: Sequence[int] = ARCHITECTURES
+) -> Iterator[tuple[int, Launch, Findings]]:
+    """Compile each different launch of an encoding, for each of some architectures."""
     for architecture in architectures(encoding):
-        seen = set[str]()
+        if architecture not in of:
+            continue
+        chosen = dict[str, Launch]()
         for launch in launches(encoding, architecture):
-            key = specialize(launch, architecture)[0]
-            if key not in seen:
-                seen.add(key)
-                yield architecture, launch, examine(launch, architecture)
+            chosen.setdefault(specialize(launch, architecture).key, launch)
+        examined = examine([*chosen.values()], architecture)
+        for launch, found in zip(chosen.values(), examined, strict=True):
+            yield architecture, launch, found
 
 
-def excesses(encoding: str) -> dict[tuple[str, str, str], float]:
-    """What exceeds its limit: the most of each measure, by encoding, launch and measure."""
-    most = defaultdict[tuple[str, str, str], float](float)
-    for architecture, launch, found in findings(encoding):
+def excesses(
+    encoding: str, of: Sequence[int] = ARCHITECTURES
+) -> dict[tuple[str, int, str, str], float]:
+    """What exceeds its limit: the most of each measure, by encoding, architecture and so on."""
+    most = defaultdict[tuple[str, int, str, str], float](float)
+    for architecture, launch, found in findings(encoding, of):
         for name, value, limit in measures(launch, found, architecture):
             if value > limit:
-                key = encoding, launch.label, name
+                key = encoding, architecture, launch.label, name
                 most[key] = max(most[key], value)
     return dict(most)
 
@@ -68,7 +75,7 @@ def main() -> None:
         print(HEAD, end="")
         for encoding in given.encodings:
             for key, value in sorted(excesses(encoding).items()):
-                print(" | ".join((*key, f"{value:g}")), flush=True)
+                print(" | ".join((*map(str, key), f"{value:g}")), flush=True)
         return
     print("| encoding | launch | sm_ | registers | shared KiB | spills | byte loads | lane |")
     print("|---|---|---|---|---|---|---|---|")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 LABEL = re.compile(r"\s*(?P<label>\$?\.?[\w$]+):")
-SASS = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?P<text>[^;]+);")
-BRANCH = re.compile(r"\b(?:BRA|bra)\b.*?(?P<label>\$?\.?L[\w$]+)")
+SASS = re.compile(r"\s*/\*(?P<at>[0-9a-f]{4,})\*/\s+(?P<text>[^;]+);")
+BRANCH = re.compile(r"\b(?:BRA|bra)\b.*?(?P<label>\$?\.?L[\w$]+|0x[0-9a-f]+)")
 PREDICATE = re.compile(r"^@!?%?\w+\s+")
-PRODUCT = re.compile(r"mma\.sync|wgmma\.mma_async|^HMMA|^HGMMA")  # in PTX and in SASS
+# In PTX and in SASS. Those of sm_100's large tiles are left out: a thread issues them, in branches.
+PRODUCT = re.compile(r"mma\.sync|wgmma\.mma_async|^HMMA|^HGMMA")
 WIDE = re.compile(
     r"ld\.global[\w.]*\.v(?:8\.\w32|4\.\w32|4\.\w64|2\.\w64)|cp\.async\.cg"
     r"|^LDG\.[\w.]*(?:128|256)|^LDGSTS\.[\w.]*128"
@@ -38,19 +41,35 @@ class Listing:
         return tuple(self.instructions[number] for number in numbers)
 
 
-def read_listing(text: str) -> Listing:
-    """Read what nvdisasm prints of a function, or PTX."""
-    sass = "/*0000*/" in text
+def read_functions(text: str, sizes: Sequence[int]) -> list[Listing]:
+    """Read what nvdisasm prints of functions, one behind another; `sizes` are their bytes."""
+    functions, ends = list[Listing](), [*accumulate(sizes)]
+    instructions, labels = list[str](), dict[str, int]()
+    for match in SASS.finditer(text):
+        at = int(match["at"], 16)
+        if at >= ends[len(functions)]:
+            functions.append(_listing(instructions, labels))
+            instructions, labels = [], {}
+        labels[f"0x{at:x}"] = len(instructions)
+        instructions.append(match["text"].strip())
+    functions.append(_listing(instructions, labels))
+    assert len(functions) == len(sizes)
+    return functions
+
+
+def read_ptx(text: str) -> Listing:
+    """Read the PTX of a function."""
     instructions, labels = list[str](), dict[str, int]()
     for line in text.splitlines():
         if match := LABEL.match(line):
             labels[match["label"]] = len(instructions)
-            continue
-        if sass:
-            if match := SASS.match(line):
-                instructions.append(match["text"].strip())
         elif (stripped := line.strip()).endswith(";") and not stripped.startswith((".", "//")):
             instructions.append(stripped.rstrip(";"))
+    return _listing(instructions, labels)
+
+
+def _listing(instructions: list[str], labels: dict[str, int]) -> Listing:
+    """Find the loops of a function, whose branches name one of the labels."""
     loops = list[range]()
     for number, instruction in enumerate(instructions):
         if match := BRANCH.search(instruction):

@@ -8,12 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from triton.backends.compiler import GPUTarget
 
 from greenroom.runtime.kernels.triton.copies import BLOCK, launch_of
-from tests.offline_gpu.compiler import LANES, specialize
+from tests.offline_gpu.compiler import LANES, compile_launch, specialize
 from tests.offline_gpu.launches import Launch
-from tests.offline_gpu.listing import opcode, read_listing
+from tests.offline_gpu.listing import opcode, read_ptx
 
 
 @pytest.mark.offline_gpu
@@ -26,12 +25,9 @@ def test_all_loads_of_a_block_are_on_their_way_before_a_store(architecture):
         started = launch_of(torch.empty(1 + 3 * copies, dtype=torch.int64, device="meta"))
         options = dict(started.constants)
         launch = Launch("copies", "plain", started.program, started.arguments, options)
-        key, source, compiled_options = specialize(launch, architecture)
-        keys.add(key)
+        keys.add(specialize(launch, architecture).key)
     assert len(keys) == 1  # compiled once for all lists
-    target = GPUTarget("cuda", architecture, LANES)
-    compiled = triton.compile(source, target=target, options=compiled_options)
-    loop = read_listing(compiled.asm["ptx"]).main_loop
+    loop = read_ptx(compile_launch(launch, architecture).ptx).main_loop
     accesses = [opcode(each) for each in loop if opcode(each).startswith(("ld.g", "st.g"))]
     each_lane = BLOCK // (LANES * options["num_warps"])
     assert [each.split(".")[0] for each in accesses] == ["ld"] * each_lane + ["st"] * each_lane

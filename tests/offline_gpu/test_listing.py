@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.offline_gpu.listing import (
+    Listing,
     count,
     lane_instructions,
     loaded_bytes,
     opcode,
     operation,
-    read_listing,
+    read_functions,
+    read_ptx,
     turns,
 )
 
 # A loop over chunks, which the assembler has unrolled once: each of its two turns loads 16 bytes of
-# codes (32 weights of 4 bits) and 2 bytes of a scale. There are 15 instructions and a NOP from the
-# label to the branch, for 64 weights. What stands outside must not be counted, nor the branch to
-# itself at the end.
+# codes (32 weights of 4 bits) and 2 bytes of a scale. There are 15 instructions and a NOP from 0x20
+# to the branch, for 64 weights. What stands outside must not be counted, nor the branch to itself
+# at the end.
 SASS = """
-\t.section\t.text.kernel,"ax",@progbits
-.text.kernel:
+\t.headerflags\t@"EF_CUDA_64BIT_ADDRESS"
         /*0000*/                   LDC R1, c[0x0][0x28] ;
         /*0010*/                   LDG.E.128 R4, desc[UR6][R2.64] ;
-.L_x_0:
         /*0020*/              @!P0 LDG.E.128 R8, desc[UR6][R2.64] ;
         /*0030*/                   LDG.E.U16 R12, desc[UR6][R14.64+0x2] ;
         /*0040*/                   LOP3.LUT R16, R8, 0x780000, R5, 0x6c, !PT ;
@@ -39,11 +41,10 @@ SASS = """
         /*00e0*/                   IMAD.X R3, RZ, RZ, R3, P1 ;
         /*00f0*/                   ISETP.GE.AND P0, PT, R2, UR4, PT ;
         /*0100*/              @!P0 LDL R20, [R1] ;
-        /*0110*/              @!P0 BRA `(.L_x_0) ;
+        /*0110*/              @!P0 BRA 0x20 ;
         /*0120*/                   STG.E desc[UR6][R2.64], R20 ;
         /*0130*/                   EXIT ;
-.L_x_1:
-        /*0140*/                   BRA `(.L_x_1);
+        /*0140*/                   BRA 0x140;
 """
 # The loop before the assembler unrolled it. Triton guards loads by predicates.
 PTX = """
@@ -63,8 +64,21 @@ $L__BB0_1:
 """
 
 
+def sass_of(text: str) -> Listing:
+    (listing,) = read_functions(text, [0x150])
+    return listing
+
+
+def test_functions_behind_one_another_are_divided():
+    again = re.sub(r"(?<=/\*)[0-9a-f]{4}(?=\*/)", lambda at: f"{int(at[0], 16) + 0x150:04x}", SASS)
+    again = again.replace("BRA 0x20 ", "BRA 0x170 ").replace("BRA 0x140;", "BRA 0x290;")
+    first, second = read_functions(SASS + again, [0x150, 0x150])
+    assert [len(each.instructions) for each in (first, second)] == [21, 21]
+    assert first.loops == second.loops == (range(2, 18),)
+
+
 def test_the_fragment_is_counted_as_by_hand():
-    sass, ptx = read_listing(SASS), read_listing(PTX)
+    sass, ptx = sass_of(SASS), read_ptx(PTX)
     assert len(sass.instructions) == 21
     assert [len(loop) for loop in sass.loops] == [16]
     assert len(ptx.main_loop) == 4
@@ -98,15 +112,15 @@ def test_an_asynchronous_copy_is_a_wide_load():
         "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2",
     )
     sass = SASS.replace("LDG.E.128 R8", "LDGSTS.E.BYPASS.128 [R8]")
-    assert turns(read_listing(sass), read_listing(ptx)) == 2
+    assert turns(sass_of(sass), read_ptx(ptx)) == 2
 
 
 def test_an_unrolled_loop_that_does_not_divide_is_refused():
-    sass = read_listing(SASS)
+    sass = sass_of(SASS)
     with pytest.raises(AssertionError):
-        turns(sass, read_listing(PTX.replace("ld.global.v4.b32", "ld.global.b8")))
+        turns(sass, read_ptx(PTX.replace("ld.global.v4.b32", "ld.global.b8")))
     double = PTX.replace(
         "\tfma", "\t@%p1 ld.global.v2.b64 { %rd7, %rd8 }, [ %rd1 + 16 ];\n" * 2 + "\tfma"
     )
     with pytest.raises(AssertionError, match="2 of"):
-        turns(sass, read_listing(double))
+        turns(sass, read_ptx(double))

@@ -10,10 +10,9 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from triton.backends.compiler import GPUTarget
 
 from greenroom.runtime.kernels.triton.look_up import look_up
-from tests.offline_gpu.compiler import LANES, specialize
+from tests.offline_gpu.compiler import compile_launch, specialize
 from tests.offline_gpu.launches import Launch
 
 TOP_K, EXPERTS = 8, 128
@@ -33,11 +32,9 @@ def test_the_look_up_compiles_once_for_all_layers_and_writes_whole_words(archite
             arguments = *tensors, layer * EXPERTS, EXPERTS, TOP_K
             options = {"AGAIN": again, "K": TOP_K, "num_warps": 1}
             launch = Launch("look-up", "plain", look_up, arguments, options)
-            key, source, compiled_options = specialize(launch, architecture)
-            keys.add(key)
+            keys.add(specialize(launch, architecture).key)
         assert len(keys) == 1
-        target = GPUTarget("cuda", architecture, LANES)
-        ptx = triton.compile(source, target=target, options=compiled_options).asm["ptx"]
+        ptx = compile_launch(launch, architecture).ptx
         # A word is one store of 64 bits, so that the host never sees half of it.
         assert re.search(r"st\.global(\.\w+)*\.b64", ptx)
         assert not re.search(r"st\.global(\.\w+)*\.b(8|16|32)", ptx)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from typing import Any
 
@@ -12,13 +11,13 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from triton.backends.compiler import GPUTarget
 
 from greenroom.runtime.kernels.triton import token_attention
-from tests.offline_gpu.compiler import LANES, examine, run, specialize
+from tests.offline_gpu.compiler import compile_launch, disassemble, specialize
+from tests.offline_gpu.findings import examine
 from tests.offline_gpu.launches import Launch
 from tests.offline_gpu.limits import SHARED
-from tests.offline_gpu.listing import operation, read_listing
+from tests.offline_gpu.listing import operation
 
 # Heads, key heads, and the widths of a key and of a value.
 MODELS = {
@@ -75,8 +74,8 @@ def launches(
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-120b", "deepseek-v3"])
 def test_the_machine_code_is_within_its_limits(model, architecture, in_place, monkeypatch):
     assert not triton.knobs.runtime.interpret, "run it by make check-gpu-offline"
-    for launch in launches(model, in_place, monkeypatch):
-        found = examine(launch, architecture)
+    made = launches(model, in_place, monkeypatch)
+    for launch, found in zip(made, examine(made, architecture), strict=True):
         assert not found.spills
         assert found.shared <= SHARED[architecture][0]
         assert not found.byte_loads
@@ -87,15 +86,8 @@ def test_the_machine_code_is_within_its_limits(model, architecture, in_place, mo
 
 def arithmetic(launch: Launch, architecture: int) -> list[str]:
     """The floating-point operations of a launch's machine code, in order."""
-    _, source, options = specialize(launch, architecture)
-    target = GPUTarget("cuda", architecture, LANES)
-    compiled = triton.compile(source, target=target, options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        names = [
-            operation(each) for each in read_listing(run("nvdisasm", "-c", cubin.name)).instructions
-        ]
+    (listing,) = disassemble([compile_launch(launch, architecture).cubin], architecture)
+    names = [operation(each) for each in listing.instructions]
     return [name for name in names if name in FLOATING]
 
 
@@ -117,8 +109,8 @@ def test_a_graph_s_kernels_round_as_those_without_a_graph(model, architecture, m
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["olmoe-1b-7b", "mixtral-8x7b", "deepseek-v3, expanded"])
 def test_other_numbers_and_widths_of_heads_fit_too(model, monkeypatch):
-    for launch in launches(model, False, monkeypatch):
-        found = examine(launch, 80)
+    made = launches(model, False, monkeypatch)
+    for launch, found in zip(made, examine(made, 80), strict=True):
         assert not found.spills
         assert found.wide_bytes > 0 or launch.label != "attend"
 
@@ -126,7 +118,7 @@ def test_other_numbers_and_widths_of_heads_fit_too(model, monkeypatch):
 @pytest.mark.offline_gpu
 def test_kernels_are_compiled_once_for_any_number_of_tokens(monkeypatch):
     keys = {
-        (launch.label, specialize(launch, 90)[0])
+        (launch.label, specialize(launch, 90).key)
         for tokens in (2, 16, 17, 255, 256, 257, 4096, 5000)
         for launch in launches("qwen3-30b-a3b", False, monkeypatch, tokens)
     }

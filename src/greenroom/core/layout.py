@@ -190,6 +190,17 @@ class SlotLayout:
     def __getitem__(self, name: str) -> TensorSpec:
         return next(spec for spec in self.tensors if spec.name == name)
 
+    @property
+    def stored_tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the tensors as they lie in a slot: those of all segments of a split expert."""
+        if not self.segments:
+            return self.tensors
+        return tuple(
+            replace(spec, offset=segment.offset + spec.offset)
+            for segment in self.segments
+            for spec in segment.layout.tensors
+        )
+
     def weight(self, name: str) -> WeightSpec:
         """Find an expert's weight matrix by its parameter's name."""
         codes, encoding = self[name], self.encodings.get(name, PLAIN)
@@ -248,6 +259,12 @@ class Copy:
         if self.form:
             return self.source_strides[0]
         return self.shape[0] * self.shape[1] * ITEMSIZE[self.source_dtype]
+
+    def moved(self, by: int) -> Copy:
+        """Return a copy that writes the same bytes some bytes further in the slot."""
+        spec = self.matrix
+        matrix = None if spec is None else replace(spec, offset=spec.offset + by)
+        return replace(self, target=self.target + by, matrix=matrix)
 
 
 @dataclass(frozen=True, slots=True)

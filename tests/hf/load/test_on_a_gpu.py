@@ -17,8 +17,10 @@ import greenroom
 from greenroom.config import LoadConfig
 from greenroom.hf.load import budget as load_budget
 from greenroom.hf.load.report import startup_line
+from greenroom.hf.memory import slots as memory_slots
 from greenroom.hf.pack.packing import pack
 from greenroom.runtime.cuda import slots
+from greenroom.runtime.slots import block_fields
 from tests import gguf_models
 from tests.emulated_gpu import EmulatedGpu, emulated_gpus
 from tests.hf.memory.test_precision import with_copies
@@ -203,6 +205,31 @@ def test_segments_have_the_tokens_of_a_cpu(split: str, device: str) -> None:
     tokens, stats = generated(packed(), device, **options)
     assert tokens == expected(source(), {"cache": "100%"})
     assert stats.split is not None
+
+
+@cache
+def blocks_in_segments() -> Path:
+    file = gguf_models.write(Path(KEEP.name) / "wide.gguf", "qwen3_moe")
+    pack(str(file), folder := Path(KEEP.name) / "blocks", "same", segments=4)
+    return folder
+
+
+@pytest.mark.parametrize("split", [None, "0.5", "0.25,0.5,1"])
+def test_fields_of_segments_are_separated(split: str | None, monkeypatch: Any) -> None:
+    """Blocks of Q8_0 lie as for Triton's kernels; the eager kernel reads them there."""
+    monkeypatch.setattr(memory_slots, "GPU_KERNEL", "eager")
+    separated, separate = set[str](), block_fields.separate
+
+    def record(encoding: str, data: Any, first: int, matrix: Any) -> None:
+        separated.add(encoding)
+        separate(encoding, data, first, matrix)
+
+    monkeypatch.setattr(block_fields, "separate", record)
+    options = {**FEW, "cache": "50%", "host_memory": "8GiB"} | ({"split": split} if split else {})
+    options |= {"scope": "per-layer"} if split and "," in split else {}
+    tokens, _ = generated(blocks_in_segments(), ONE, **options)
+    assert tokens == expected(blocks_in_segments(), {"cache": "100%"})
+    assert separated == {"q8_0"}
 
 
 @pytest.mark.parametrize("split", ["0.5", "0.25,1"])

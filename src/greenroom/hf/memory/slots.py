@@ -61,15 +61,13 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
 def in_kernel_order(setup: ModelSetup) -> ModelSetup:
     """Return a setup whose experts lie in slots in the order of its kernels.
 
-    On a CPU that is the order of panels, on a GPU the order of fields. Experts in segments or
-    copies stay in the order of files, and experts for a CPU that pass through host memory too.
+    On a CPU that is the order of panels, on a GPU the order of fields. For a CPU, experts in
+    segments or with copies, and those that pass through host memory, stay in the order of files.
     """
-    kernels = kernels_of(setup)
-    if setup.split or setup.copies:
-        return setup
+    kernels, parts = kernels_of(setup), setup.split or setup.copies
     if setup.cuda and kernels == GPU_KERNEL:
         return replace(setup, catalog=block_fields.in_fields(setup.catalog))
-    if kernels in panel_order.KERNELS and len(lanes_of(setup)) == 1:
+    if kernels in panel_order.KERNELS and len(lanes_of(setup)) == 1 and not parts:
         return replace(setup, catalog=panel_order.in_panels(setup.catalog))
     return setup
 

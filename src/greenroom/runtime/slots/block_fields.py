@@ -117,12 +117,13 @@ def in_fields(catalog: Catalog) -> Catalog:
 
 
 def layout_in_fields(layout: SlotLayout, copies: Sequence[Copy] = ()) -> SlotLayout:
-    """Mark the matrices of a layout whose fields can be separated.
+    """Mark the matrices of a layout, or of its segments, whose fields can be separated.
 
-    copies: those that write an expert
+    copies: those that write an expert; experts in segments lie in slots as in files
     """
     if layout.segments:
-        return layout
+        marked = (replace(s, layout=layout_in_fields(s.layout)) for s in layout.segments)
+        return replace(layout, segments=tuple(marked))
     names = dict[str, str]()
     for name in layout.encodings:
         weight = layout.weight(name)
@@ -153,7 +154,7 @@ def _has_rows(copy: Copy, spec: TensorSpec) -> bool:
 
 def _divide(copy: Copy, layout: SlotLayout) -> list[Copy]:
     """Divide a copy into copies of matrices in fields, and of what lies between."""
-    matrices = [spec for spec in layout.tensors if spec.fields]
+    matrices = [spec for spec in layout.stored_tensors if spec.fields]
     if not copy.contiguous:
         return [next((replace(copy, matrix=s) for s in matrices if _within(copy, s)), copy)]
     return [replace(part, matrix=spec) for part, spec in divided(copy, matrices)]

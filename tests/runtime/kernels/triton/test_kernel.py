@@ -20,6 +20,7 @@ from greenroom.runtime.kernels.segments import SegmentedExperts, SegmentedKernel
 from greenroom.runtime.kernels.table import make_kernel
 from greenroom.runtime.kernels.triton import TritonKernel, fallback_reason
 from greenroom.runtime.kernels.triton.expand import ENCODINGS as ENCODINGS_OF_TRITON
+from greenroom.runtime.kernels.triton.plan import plan_of
 from greenroom.runtime.slots.block_fields import layout_in_fields
 from greenroom.runtime.slots.cutting import Cutting
 from tests.ggml_blocks import GGML, random_bytes, sane_scales
@@ -267,14 +268,21 @@ def test_tiles_have_the_offset_and_the_entries_of_each_expert():
 # ---- segments, low-precision copies and skipped experts
 
 
-def in_segments(module: torch.nn.Module, cut: int, count: int = 3) -> tuple[Any, list[int]]:
-    """Experts in segments, the first `cut` in one pool of slots and the others in a second."""
-    tensors = matrices(module)
-    layout = SlotLayout.pack(
-        [(k, tuple(t.shape[1:]), "bfloat16") for k, t in tensors.items()]
-    )  # fmt: skip
+def in_segments(
+    module: torch.nn.Module, cut: int, stored: tuple[SlotLayout, dict[str, Any]] | None = None
+) -> tuple[Any, list[int]]:
+    """Experts in segments, the first `cut` in one pool of slots and the others in a second.
+
+    `stored`: the layout of encoded experts, and their tensors
+    """
+    plain = matrices(module)
+    layout, tensors = stored or (
+        SlotLayout.pack([(k, tuple(t.shape[1:]), "bfloat16") for k, t in plain.items()]),
+        plain,
+    )
     cutting = Cutting.of(module, layout)
-    segments = cutting.segments(count, "toys").segments
+    cut_layout = layout_in_fields(cutting.segments(3, "toys"))
+    segments = cut_layout.segments
     ends = [*(s.first for s in segments[1:]), cutting.channels]
     pools = [ToySlots(SlotLayout((), 1 << 17), EXPERTS) for _ in range(2)]
     for expert in range(EXPERTS):
@@ -285,9 +293,7 @@ def in_segments(module: torch.nn.Module, cut: int, count: int = 3) -> tuple[Any,
                 part = cutting.cut(
                     layout[spec.name], tensors[spec.name][expert], segment.first, end
                 )
-                pools[number >= cut].tensor(expert, at).copy_(part)
-    nbytes = segments[-1].offset + segments[-1].layout.nbytes
-    cut_layout = SlotLayout(layout.tensors, nbytes, {}, "", segments)
+                pools[number >= cut].put(expert, at, part)
     return SegmentedExperts(module, cut_layout, pools, cut), [*range(EXPERTS)]
 
 
@@ -321,6 +327,33 @@ def test_segments_sum_to_the_bits_of_unsplit_experts(family):
         bound = max(2 * distance(want, eager), torch.finfo(BF16).eps)
         assert distance(results[0], eager) <= bound
         assert distance(results[0], want) <= torch.finfo(BF16).eps
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q5_1", "gguf_mxfp4"])
+def test_segments_of_blocks_are_read_in_chunks(name):
+    """Each segment's fields lie in arrays of their own."""
+    torch.manual_seed(4)
+    module = experts("qwen3_moe", BF16, hidden=64, inner=192)
+    shapes = {"gate_up_proj": (384, 64), "down_proj": (64, 192)}
+    tensors = {
+        p: torch.stack([parts_of(name, *shape)[""] for _ in range(EXPERTS)])
+        for p, shape in shapes.items()
+    }
+    sizes = [(p, tuple(each.shape[1:]), "uint8") for p, each in tensors.items()]
+    layout = SlotLayout.pack(sizes, dict.fromkeys(shapes, name), "bfloat16")
+    weights = {
+        p: [ENCODINGS[name].decode([t], shapes[p], BF16) for t in tensors[p]] for p in shapes
+    }
+    plain, where = layer_of(module, {p: torch.stack(each) for p, each in weights.items()})
+    layer, _ = in_segments(module, 1, (layout, tensors))
+    for segment in (part for parts in layer.parts for part in parts):
+        plan = plan_of(segment)
+        assert plan.up.group
+        assert plan.down.group
+    for case in (inputs(BF16, 1, hidden=64), inputs(BF16, 20, top_k=2, hidden=64)):
+        got = computed_in_parts(layer, [case[1].unique().tolist()], case)
+        eager = compute(EagerKernel(), plain, where, *case)
+        assert distance(got, eager) < torch.finfo(BF16).eps
 
 
 def test_copies_and_skipped_experts():

@@ -75,10 +75,20 @@ class PackCatalog(Catalog):
 
     def converted(self, layouts: Sequence[SlotLayout], convert: Conversion) -> PackCatalog:
         spans = tuple(
-            tuple((begin, n, convert(layer, copies)) for begin, n, copies in kinds)
+            tuple(
+                (begin, n, self._converted(layer, kind, convert))
+                for kind, (begin, n, _) in enumerate(kinds)
+            )
             for layer, kinds in enumerate(self.spans)
         )
         return replace(self, layouts=tuple(layouts), spans=spans)
+
+    def _converted(self, layer: int, kind: int, convert: Conversion) -> tuple[Copy, ...]:
+        """Return a piece's copies, converted at their places in an unsplit expert."""
+        begin, _, copies = self.spans[layer][kind]
+        start = begin if self.cuts else 0  # of the slot, in the unsplit expert's
+        placed = convert(layer, tuple(copy.moved(start) for copy in copies))
+        return tuple(copy.moved(-start) for copy in placed)
 
     def _position_of(self, piece: int) -> tuple[PackLayer, int, Span]:
         """Return a piece's layer, its expert's index in that layer, and its span."""
@@ -133,6 +143,11 @@ class CopiesCatalog(PackCatalog):
     """
 
     nested_layouts: tuple[NestedLayout, ...] = ()
+
+    def _converted(self, layer: int, kind: int, convert: Conversion) -> tuple[Copy, ...]:
+        """Return a piece's copies; those of low-precision copies are as they were."""
+        copies = self.spans[layer][kind][2]
+        return copies if kind else convert(layer, copies)
 
     @property
     def layers_with_copies(self) -> tuple[PackLayer, ...]:

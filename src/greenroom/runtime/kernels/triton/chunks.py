@@ -77,6 +77,34 @@ def half(bits):
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
+if triton.knobs.runtime.interpret:  # the interpreter has no instructions of a GPU
+
+    @triton.jit
+    def four_halves(packed):
+        """Take integers of 64 bits as four float16 each, lowest bits first, as float32."""
+        low, high = packed.to(tl.int32), (packed >> 32).to(tl.int32)
+        return half(low), half(low >> 16), half(high), half(high >> 16)
+
+else:
+    # Conversions read both halves of a register. The compiler alone would shift upper ones first.
+    _FOUR = tl.constexpr("""{
+        .reg .b16 a, b, c, d;
+        mov.b64 {a, b, c, d}, $4;
+        cvt.f32.f16 $0, a;
+        cvt.f32.f16 $1, b;
+        cvt.f32.f16 $2, c;
+        cvt.f32.f16 $3, d;
+    }""")
+
+    @triton.jit
+    def four_halves(packed):
+        """Take integers of 64 bits as four float16 each, lowest bits first, as float32."""
+        return tl.inline_asm_elementwise(
+            _FOUR, "=f,=f,=f,=f,l", [packed],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
 @triton.jit
 def _moved(packed, BIT: tl.constexpr, TO: tl.constexpr):
     return packed >> (BIT - TO) if BIT > TO else packed << (TO - BIT)

@@ -20,7 +20,7 @@ from greenroom.runtime.kernels.triton.chunks import (
     FOUR,
     RUNS,
     exponent,
-    half,
+    four_halves,
     integer,
     load_packed,
     load_scales,
@@ -47,14 +47,14 @@ ROWS_OF = {
 def _four_inputs(x, inside, KIND: tl.constexpr, FACTOR: tl.constexpr):
     """Load four neighbouring inputs for each pointer to 64 bits, times a factor: 4 [1, C, 4]."""
     four = tl.load(x, mask=inside, other=0)
-    low, high = four.to(tl.int32), (four >> 32).to(tl.int32)
     if tl.bfloat16 == KIND:
+        low, high = four.to(tl.int32), (four >> 32).to(tl.int32)
         a = (low << 16).to(tl.float32, bitcast=True)
         b = (low & -65536).to(tl.float32, bitcast=True)
         c = (high << 16).to(tl.float32, bitcast=True)
         d = (high & -65536).to(tl.float32, bitcast=True)
     else:
-        a, b, c, d = half(low), half(low >> 16), half(high), half(high >> 16)
+        a, b, c, d = four_halves(four)
     if FACTOR != 1:
         a, b, c, d = a * FACTOR, b * FACTOR, c * FACTOR, d * FACTOR
     return a[None], b[None], c[None], d[None]
@@ -201,10 +201,14 @@ def _split_fours(x):
 
 
 @triton.jit
-def _fp8_word(p, word, inputs):
-    """Add the codes of words [N, C] times their four inputs [1, C], but the power of two."""
+def _fp8_word(p, word, inputs, BEGIN: tl.constexpr = False):
+    """Add the codes of words [N, C] times their four inputs [1, C], but the power of two.
+
+    BEGIN: there is no sum yet
+    """
     a, b, c, d = inputs
-    p += small_float(word, 7, E4M3) * a
+    first = small_float(word, 7, E4M3) * a
+    p = first if BEGIN else p + first
     p += small_float(word, 15, E4M3) * b
     p += small_float(word, 23, E4M3) * c
     return p + small_float(word, 31, E4M3) * d
@@ -216,9 +220,8 @@ def _in_fp8(packed, a, b, c, d):
 
     One sum is continued from word to word: four of them would have to be added.
     """
-    p = tl.zeros((packed.shape[0], packed.shape[1]), tl.float32)
     first, second, third, fourth = _split_fours(packed)
-    p = _fp8_word(p, first, a)
+    p = _fp8_word(None, first, a, BEGIN=True)
     p = _fp8_word(p, second, b)
     p = _fp8_word(p, third, c)
     return _fp8_word(p, fourth, d)
