@@ -13,7 +13,7 @@ SASS = re.compile(r"\s*/\*(?P<at>[0-9a-f]{4,})\*/\s+(?P<text>[^;]+);")
 BRANCH = re.compile(r"\b(?:BRA|bra)\b.*?(?P<label>\$?\.?L[\w$]+|0x[0-9a-f]+)")
 PREDICATE = re.compile(r"^@!?%?\w+\s+")
 # In PTX and in SASS. Those of sm_100's large tiles are left out: a thread issues them, in branches.
-PRODUCT = re.compile(r"mma\.sync|wgmma\.mma_async|^HMMA|^HGMMA")
+PRODUCT = re.compile(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma|^(?:H|HG|UTCH)MMA")
 WIDE = re.compile(
     r"ld\.global[\w.]*\.v(?:8\.\w32|4\.\w32|4\.\w64|2\.\w64)|cp\.async\.cg"
     r"|^LDG\.[\w.]*(?:128|256)|^LDGSTS\.[\w.]*128"
@@ -30,9 +30,18 @@ class Listing:
 
     @property
     def main_loop(self) -> tuple[str, ...]:
-        """The longest loop; empty if there is none."""
-        longest = max(self.loops, key=len, default=range(0))
-        return self.instructions[longest.start : longest.stop]
+        """The innermost loop with most products on tensor cores, or else the longest one.
+
+        It is empty if there is none. Behind the products, code that jumps back makes longer loops.
+        """
+
+        def rank(loop: range) -> tuple[int, int]:
+            each = self.instructions[loop.start : loop.stop]
+            products = sum(bool(PRODUCT.search(opcode(one))) for one in each)
+            return products, -len(loop) if products else len(loop)
+
+        main = max(self.loops, key=rank, default=range(0))
+        return self.instructions[main.start : main.stop]
 
     @property
     def in_loops(self) -> tuple[str, ...]:

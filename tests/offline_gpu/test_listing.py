@@ -89,6 +89,16 @@ def test_the_fragment_is_counted_as_by_hand():
     assert count(sass.instructions, "EXIT", "STG") == 2
 
 
+def test_the_loop_of_the_products_is_the_main_one():
+    """Code behind it jumps back, so a longer range has it too."""
+    products, rest = "UTCHMMA gdesc[UR4], gdesc[UR6]", ("FADD R1, R2, R3",) * 9
+    made = Listing((rest[0], products, products, *rest), (range(2), range(1, 3), range(12)))
+    assert made.main_loop == (products, products)
+    plain = Listing((*rest, rest[0]), (range(2), range(1, 9)))
+    assert len(plain.main_loop) == 8
+    assert Listing(rest, ()).main_loop == ()
+
+
 @pytest.mark.parametrize(
     ("instruction", "name"),
     [
