@@ -68,7 +68,7 @@ OTHERS = {
     "deepseek-v3": (PLAIN, "fp8", "q4_k"),
     "mixtral-8x7b": (PLAIN, "q4_0", "q4_k"),
 }
-MIDDLE = (PLAIN, "fp8", "mxfp4", "q4_k")  # encodings of the first model with all of TOKENS
+MIDDLE = (PLAIN, "mxfp4", "q4_k")  # encodings of the first model with all of TOKENS
 PROMPTS = ("one", "few", "many")
 SEGMENTED = (PLAIN, "q8_0", "q6_k", "iq4_xs")  # whose split experts are compiled too
 # Bytes of a block that have codes, without scales and without what is less than 16 bytes.
@@ -252,6 +252,8 @@ def _step(
 def launches(encoding: str, architecture: int) -> list[Launch]:
     """The launches of an encoding's layers, of one of its architectures."""
     sizes = tuple(TOKENS) if encoding in MIDDLE else PROMPTS
+    if encoding in RARE and architecture != OFTEN:
+        sizes = ("one", "many")
     made = launches_of(FIRST, encoding, architecture, sizes=sizes)
     if encoding == "fp8":  # the nearest to its limit
         made += launches_of(FIRST, encoding, architecture, "float16", ("one",))

@@ -12,7 +12,7 @@ from tests.offline_gpu import elf
 from tests.offline_gpu.compiler import compile_launch, specialize
 from tests.offline_gpu.launches import FIRST, launches_of
 
-SAMPLE = "one up", "few down", "many down"
+SAMPLE = "few down", "many down"
 
 
 @pytest.mark.offline_gpu

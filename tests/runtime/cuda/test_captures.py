@@ -36,6 +36,15 @@ def test_all_graphs_share_the_memory_of_the_first_which_is_kept(gpu, streams):
     assert all(each == Graph.captured[0] for each in Graph.captured)  # as sharing needs
 
 
+def test_a_capture_begins_outside_of_inference_mode(gpu, streams):
+    """Torch's generator of random numbers gets tensors then, to which later graphs write."""
+    modes = list[bool]()
+    with torch.inference_mode():
+        gpu.capture(lambda: modes.append(torch.is_inference_mode_enabled()))
+    assert modes == [True]
+    assert len(Graph.captured) == 1
+
+
 def test_graphs_that_fail_spoil_no_later_ones_until_there_are_several(gpu, streams, caplog):
     def refuse() -> None:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")

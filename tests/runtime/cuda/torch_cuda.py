@@ -61,6 +61,7 @@ class Graph:
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
+        assert not torch.is_inference_mode_enabled()
         self.captured.append(CURRENT[-1])
         self.pools.append(pool)
 

@@ -63,7 +63,9 @@ class GraphCaptures:
 
         def begin() -> None:
             graph = torch.cuda.CUDAGraph()
-            with _hold_failed_graph(graph):
+            # The first one allocates tensors of torch's generator, to which passes of any inference
+            # mode write.
+            with _hold_failed_graph(graph), torch.inference_mode(False):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 underway.append(graph)
 
