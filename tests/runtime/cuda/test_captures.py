@@ -163,7 +163,7 @@ def test_an_interrupt_between_two_pieces_is_not_taken_for_a_failure(gpu, streams
 
 
 @pytest.mark.parametrize("at", ["capture_begin", "capture_end", "end"])
-def test_a_capture_that_an_interrupt_meets_is_ended(at, gpu, streams, monkeypatch):
+def test_a_capture_that_an_interrupt_meets_is_ended(at, gpu, streams, monkeypatch, ctrl_c):
     """Else its thread would capture for good. Python raises behind the call that is under way."""
     underway, begin, end = set[int](), Graph.capture_begin, Graph.capture_end
 
@@ -186,14 +186,12 @@ def test_a_capture_that_an_interrupt_meets_is_ended(at, gpu, streams, monkeypatc
         if at == frame.f_code.co_name == "end" and event == "call":
             signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.settrace(behind_the_work)
     try:
         with pytest.raises(KeyboardInterrupt):
             gpu.capture(lambda: None)
     finally:
         sys.settrace(None)
-        signal.signal(signal.SIGINT, before)
     assert not underway
     assert gpu._failures == 0
 

@@ -120,7 +120,7 @@ class Interrupted(Limited):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_piece_that_ctrl_c_meets_is_known():
+def test_a_piece_that_ctrl_c_meets_is_known(ctrl_c):
     engine = Interrupted(limit=100 * PAGE)
     registration, engine.at = Registration(engine), "register"
     with pytest.raises(KeyboardInterrupt):
@@ -129,7 +129,7 @@ def test_a_piece_that_ctrl_c_meets_is_known():
     assert engine.undone == [0]
 
 
-def test_all_pieces_are_unregistered_before_ctrl_c_is_raised():
+def test_all_pieces_are_unregistered_before_ctrl_c_is_raised(ctrl_c):
     """Nobody closes a registration again."""
     engine = Interrupted(limit=100 * PAGE)
     registration = Registration(engine)

@@ -260,7 +260,9 @@ def test_an_interrupted_resize_is_done_later(rig, monkeypatch):
 
 
 @pytest.mark.parametrize("at", ["grow", "handle"])
-def test_an_interrupt_within_a_resize_waits_until_memory_and_scheduler_agree(rig, monkeypatch, at):
+def test_an_interrupt_within_a_resize_waits_until_memory_and_scheduler_agree(
+    rig, monkeypatch, at, ctrl_c
+):
     """A pool that has other slots than the scheduler would lose experts at the next resize."""
     r = rig(4)
     driver = r.driver

@@ -328,7 +328,7 @@ def test_no_bytes_are_written_twice_behind_an_interrupt(rig, monkeypatch, at):
     rig.check()
 
 
-def test_ctrl_c_waits_for_a_batch_of_copies(rig, monkeypatch):
+def test_ctrl_c_waits_for_a_batch_of_copies(rig, monkeypatch, ctrl_c):
     """Else a delivery that it interrupts would make the driver unusable."""
     land, calls = rig.table.land, list[int]()
 
@@ -338,14 +338,10 @@ def test_ctrl_c_waits_for_a_batch_of_copies(rig, monkeypatch):
         if len(calls) == 2:
             signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(rig.table, "land", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                rig.step(0, *range(EXPERTS))
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.table, "land", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rig.step(0, *range(EXPERTS))
     assert len(calls) > 2
     rig.look_up()
     rig.step(1, *range(EXPERTS))
