@@ -47,8 +47,13 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("host_capacity", [0, 6, 1000])
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("name", "host_capacity"),
+    [
+        ("qwen3_moe", 6),
+        *((n, c) for n in ("qwen3_moe", "gpt_oss", "deepseek_v3") for c in (0, 1000)),
+    ],
+)
 def test_pieces_have_the_bits_and_decisions_of_kernels(name, host_capacity, monkeypatch):
     served, found = pieced(monkeypatch), list[Any]()
     for refused in (False, True):
