@@ -18,29 +18,30 @@ HEAD = """\
 
 
 def findings(
-    encoding: str, of: Sequence[int] = ARCHITECTURES
+    encodings: Sequence[str], of: Sequence[int] = ARCHITECTURES
 ) -> Iterator[tuple[int, Launch, Findings]]:
-    """Compile each different launch of an encoding, for each of some architectures."""
-    for architecture in architectures(encoding):
-        if architecture not in of:
-            continue
-        chosen = dict[str, Launch]()
-        for launch in launches(encoding, architecture):
-            chosen.setdefault(specialize(launch, architecture).key, launch)
+    """Compile each different launch of some encodings, for each of some architectures."""
+    for architecture in of:
+        chosen = dict[tuple[str, str], Launch]()
+        for encoding in encodings:
+            if architecture in architectures(encoding):
+                for launch in launches(encoding, architecture):
+                    key = encoding, specialize(launch, architecture).key
+                    chosen.setdefault(key, launch)
         examined = examine([*chosen.values()], architecture)
         for launch, found in zip(chosen.values(), examined, strict=True):
             yield architecture, launch, found
 
 
 def excesses(
-    encoding: str, of: Sequence[int] = ARCHITECTURES
+    encodings: Sequence[str], of: Sequence[int] = ARCHITECTURES
 ) -> dict[tuple[str, int, str, str], float]:
     """What exceeds its limit: the most of each measure, by encoding, architecture and so on."""
     most = defaultdict[tuple[str, int, str, str], float](float)
-    for architecture, launch, found in findings(encoding, of):
+    for architecture, launch, found in findings(encodings, of):
         for name, value, limit in measures(launch, found, architecture):
             if value > limit:
-                key = encoding, architecture, launch.label, name
+                key = launch.encoding, architecture, launch.label, name
                 most[key] = max(most[key], value)
     return dict(most)
 
@@ -49,7 +50,7 @@ def table(encodings: list[str]) -> Iterator[str]:
     """Yield rows of a Markdown table: the worst of all shapes, one architecture after another."""
     for encoding in encodings:
         rows = defaultdict[str, dict[int, list[Findings]]](lambda: defaultdict(list))
-        for architecture, launch, found in findings(encoding):
+        for architecture, launch, found in findings([encoding]):
             if launch.label != "sum":
                 rows[launch.label][architecture].append(found)
         for label, cells in rows.items():
@@ -74,7 +75,7 @@ def main() -> None:
     if given.exceptions:
         print(HEAD, end="")
         for encoding in given.encodings:
-            for key, value in sorted(excesses(encoding).items()):
+            for key, value in sorted(excesses([encoding]).items()):
                 print(" | ".join((*map(str, key), f"{value:g}")), flush=True)
         return
     print("| encoding | launch | sm_ | registers | shared KiB | spills | byte loads | lane |")
