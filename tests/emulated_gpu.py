@@ -207,7 +207,7 @@ def emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Stream", Stream)  # of transformers' offloaded KV cache
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number=0: EmulatedGpu.name)
     monkeypatch.setattr(
-        ids, "_pinned", lambda number, like: torch.empty(like.shape, dtype=like.dtype)
+        ids, "_pinned", lambda buffers, number, like: torch.empty(like.shape, dtype=like.dtype)
     )
     monkeypatch.setattr(resolve, "on_a_gpu", lambda config: config.device.startswith("cuda"))
     monkeypatch.setattr(places, "engine_for", lambda setup, number: EmulatedGpu(number))

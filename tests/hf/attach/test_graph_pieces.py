@@ -365,6 +365,26 @@ def test_a_graph_follows_weights_that_are_replaced(monkeypatch):
     assert all(map(torch.equal, *logits))
 
 
+def test_no_graph_is_kept_of_weights_that_are_replaced_while_it_is_compared(monkeypatch):
+    """By another thread's request: later ones would take it for a graph of the new weights."""
+    replay = PieceGraph.replay
+    with placed_lru("qwen3_moe", monkeypatch, 6) as model, torch.inference_mode():
+        bindings, weight = model.greenroom.bindings, model.model.layers[0].self_attn.q_proj.weight
+
+        def replace(self: PieceGraph, decode: Any) -> Any:
+            hidden = replay(self, decode)
+            weight.data = weight.data * 1.5
+            bindings.check_weights()
+            return hidden
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PieceGraph, "replay", replace)
+            tokens_of(model, prompt(model), 2)  # the second one can be a graph
+        assert bindings._graph._threads.pieces is None
+        tokens_of(model, prompt(model), 2)
+        assert bindings._graph._threads.pieces is not None
+
+
 def test_a_model_that_is_detached_has_no_graph(monkeypatch):
     """Its memory would stay until Python's collector finds it."""
     with placed_lru("qwen3_moe", monkeypatch, 6) as model, torch.inference_mode():

@@ -45,6 +45,30 @@ def test_a_capture_begins_outside_of_inference_mode(gpu, streams):
     assert len(Graph.captured) == 1
 
 
+def test_random_numbers_may_be_drawn_during_a_capture_and_after_one_that_failed(
+    gpu, streams, monkeypatch
+):
+    """Torch before 2.13 refuses those of the generator's state that is captured."""
+    generator = torch.cuda.default_generators[1]
+    state = generator.state
+    assert gpu.capture(generator.draw) != generator.draw  # no error, so this is a graph
+    begin = Graph.capture_begin
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def begin_and_refuse(graph: Graph, **options: Any) -> None:
+        begin(graph, **options)
+        refuse()
+
+    for name, failing in (("capture_end", refuse), ("capture_begin", begin_and_refuse)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Graph, name, failing)
+            assert gpu.capture(print) == print
+        generator.draw()
+    assert generator.state is state  # the user's, with its seed
+
+
 def test_graphs_that_fail_spoil_no_later_ones_until_there_are_several(gpu, streams, caplog):
     def refuse() -> None:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")

@@ -50,6 +50,27 @@ class PoolStream:
         pass
 
 
+class Generator:
+    """Torch's generator of a GPU, whose state a capture marks (torch before 2.13)."""
+
+    def __init__(self, state: dict[str, bool] | None = None) -> None:
+        self.state = state or {"captured": False}
+
+    def clone_state(self) -> Generator:
+        return Generator()
+
+    def graphsafe_get_state(self) -> Generator:
+        return Generator(self.state)
+
+    def graphsafe_set_state(self, other: Generator) -> None:
+        self.state = other.state
+
+    def draw(self) -> None:
+        """Draw a random number, on a stream that no capture has."""
+        if self.state["captured"]:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+
+
 class Graph:
     """A graph that notes the stream on which it is captured, and the graph whose memory it has."""
 
@@ -64,9 +85,11 @@ class Graph:
         assert not torch.is_inference_mode_enabled()
         self.captured.append(CURRENT[-1])
         self.pools.append(pool)
+        self.state = torch.cuda.default_generators[1].state
+        self.state["captured"] = True
 
     def capture_end(self) -> None:
-        pass
+        self.state["captured"] = False
 
     def replay(self) -> None:
         pass
@@ -84,6 +107,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
         CURRENT.pop()
 
     CURRENT[:], Graph.captured, Graph.pools = [PoolStream()], [], []
+    monkeypatch.setattr(torch.cuda, "default_generators", (Generator(), Generator()))
     monkeypatch.setattr(torch.cuda, "Stream", PoolStream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "stream", on)

@@ -276,8 +276,10 @@ class GraphPass:
     def _try_graph(self, token: _Token, hidden: Tensor, output: Callable[..., Any]) -> bool:
         """Make a graph, and keep it if a token has the result `hidden`; return whether it is kept.
 
-        If another thread has taken an expert's slot meanwhile, a later token is compared.
+        If another thread has taken an expert's slot meanwhile, or has replaced weights, a later
+        token is compared.
         """
+        threads, changed = self._threads, self._changed or make_change_check(self._decoder)
         graph = self._make_graph(hidden)
         self._set_token(graph, token)
         results, decode = [], partial(self._decode, graph)
@@ -289,22 +291,20 @@ class GraphPass:
             results.append(self._driver.device_steps.launch(compute, decode))
             if not graph.read_reports():
                 return False
+        if threads is not self._threads or changed():  # another thread has replaced weights
+            return False
         if not all(torch.equal(each, hidden) for each in results):
             what = type(self._decoder).__name__
             log.warning("--device cuda: single tokens of %s have other bits as a graph", what)
             self._refused = True
             return False
-        if self._changed is None:
-            self._changed = make_change_check(self._decoder)
-        self._keep(graph)
-        self._threads.output = output
-        return True
-
-    def _keep(self, graph: TokenGraph) -> None:
+        self._changed = changed
         if isinstance(graph, PieceGraph):
-            self._threads.pieces = graph
+            threads.pieces = graph
         else:
-            self._threads.graph = graph
+            threads.graph = graph
+        threads.output = output
+        return True
 
     def _make_graph(self, hidden: Tensor) -> TokenGraph:
         moe, cache = len(self._bindings), GraphCache()

@@ -63,9 +63,8 @@ class GraphCaptures:
 
         def begin() -> None:
             graph = torch.cuda.CUDAGraph()
-            # The first one allocates tensors of torch's generator, to which passes of any inference
-            # mode write.
-            with _hold_failed_graph(graph), torch.inference_mode(False):
+            # Torch 2.9 and 2.10 allocate tensors here to which passes of any inference mode write.
+            with _hold_failed_graph(graph), torch.inference_mode(False), self._own_random_state():
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 underway.append(graph)
 
@@ -92,6 +91,21 @@ class GraphCaptures:
             log.warning("--device cuda: work is launched kernel by kernel: %s", first_line)
             return None
         return graphs
+
+    @contextlib.contextmanager
+    def _own_random_state(self) -> Iterator[None]:
+        """Return a context where torch's generator has a state of its own, for one capture.
+
+        Torch before 2.13 marks the state as captured and then refuses random numbers to other
+        threads; if CUDA ends the capture by itself, the mark stays. No graph here has any.
+        """
+        generator = torch.cuda.default_generators[self.device.index]
+        state = generator.graphsafe_get_state()
+        generator.graphsafe_set_state(generator.clone_state())
+        try:
+            yield
+        finally:
+            generator.graphsafe_set_state(state)
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:

@@ -25,22 +25,24 @@ def to_host(index: Tensor, weights: Tensor | None) -> tuple[NDArray[np.int64], A
     if not index.is_cuda:
         return index.numpy(), None if weights is None else weights.numpy()
     sources = [index] if weights is None else [index, weights]
-    pinned = [_pinned(i, each) for i, each in enumerate(sources)]
+    # None are left by an interrupt here, since a copy may still write to them.
+    buffers: dict[int, Tensor] = _local.__dict__.pop("buffers", {})
+    pinned = [_pinned(buffers, i, each) for i, each in enumerate(sources)]
     for target, each in zip(pinned, sources, strict=True):
         target.copy_(each, non_blocking=True)
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(index.device))
     done.synchronize()
     arrays = [each.numpy().copy() for each in pinned]  # the next layer reuses the buffer
+    _local.buffers = buffers
     return arrays[0], arrays[1] if weights is not None else None
 
 
-def _pinned(number: int, like: Tensor) -> Tensor:
-    """Return a view of this thread's pinned buffer `number`, shaped like a tensor.
+def _pinned(buffers: dict[int, Tensor], number: int, like: Tensor) -> Tensor:
+    """Return a view of the pinned buffer `number`, shaped like a tensor.
 
     The buffer grows to its largest request.
     """
-    buffers: dict[int, Tensor] = _local.__dict__.setdefault("buffers", {})
     buffer = buffers.get(number)
     if buffer is None or buffer.numel() < like.numel():
         size = max(1024, like.numel())
