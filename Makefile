@@ -168,8 +168,8 @@ bench-smoke: $(READY) native
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev,bench]"
 	$(BIN)/python -m pytest -m bench_smoke --durations=10 -n 2 --dist worksteal tests/benchmarks
 
-# Each option of the scheduler can be deleted: the checks of copies without it. Tests of what knows
-# no options are left out.
+# Each option of the scheduler can be deleted, and all: the checks of copies without. Tests of what
+# knows no options are left out.
 APART := tests/config tests/core tests/sim tests/plan tests/cli tests/hf/attach tests/hf/load \
 	tests/hf/measure tests/hf/memory tests/hf/test_defaults.py tests/runtime/driver tests/server/api
 without-options: $(READY) native

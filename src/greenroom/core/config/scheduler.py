@@ -32,7 +32,7 @@ TAU = 5000  # tokens between two configurations of split experts' caches (MoEpic
 Config = TypeVar("Config", bound="SchedulerConfig")
 
 
-# The bases are the table of options, in the order in which they change a plan.
+# The bases are the table of options, in the order in which they change a plan; the last is none.
 @dataclass(frozen=True)
 class SchedulerConfig(
     PrecisionConfig,
@@ -40,6 +40,7 @@ class SchedulerConfig(
     CoComputeConfig,
     DemandOrderConfig,
     ExpertOrderConfig,
+    OptionConfig,
 ):
     """Settings of the scheduler, for every command that runs or simulates one."""
 
