@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.core.compiling.compile_folder import folder
+from tests.interpreter import replace_functions_once
 
 # Before huggingface_hub and transformers are imported, also in subprocesses.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (settings := getattr(function, SETTINGS, None)) is not None:
             few = max(5, settings.max_examples // 3)
             setattr(function, SETTINGS, type(settings)(settings, max_examples=few))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Make Triton's interpreter faster, if a test needs it."""
+    if any(item.get_closest_marker("interpreted") for item in session.items):
+        replace_functions_once()
 
 
 @pytest.fixture
