@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.core.compiling.compile_folder import folder
-from tests.interpreter import replace_functions_once
+from tests.interpreter import improve_interpreter
 
 # Before huggingface_hub and transformers are imported, also in subprocesses.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -43,9 +44,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Make Triton's interpreter faster, if a test needs it."""
-    if any(item.get_closest_marker("interpreted") for item in session.items):
-        replace_functions_once()
+    """Give Triton's interpreter a device's rounding, if a test may need it."""
+    marked = (each.get_closest_marker("interpreted") for each in session.items)
+    if "triton" in sys.modules or any(marked):
+        improve_interpreter()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests of interpreted kernels where they are compiled."""
+    if os.environ.get("GREENROOM_TEST_GPU") == "1" and item.get_closest_marker("interpreted"):
+        pytest.skip("tests/gpu has the compiled ones")
 
 
 @pytest.fixture

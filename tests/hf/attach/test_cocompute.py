@@ -111,8 +111,6 @@ def test_outputs_of_the_host_join_those_of_a_gpu_s_kernels(kernels, monkeypatch)
     """The CPU in a GPU's place; Triton's interpreter rounds otherwise than the CPU's kernel."""
     if kernels == "triton":
         pytest.importorskip("triton")
-        if torch.cuda.is_available():
-            pytest.skip("tests/gpu has the compiled ones")
     monkeypatch.setattr(places, "engine_for", lambda parts, number=0: Engine())
     parts = {"fake": False, "cuda": True, "kernels": kernels}
     for name in ("qwen3_moe", "gpt_oss"):
@@ -132,8 +130,6 @@ def test_outputs_of_the_host_join_those_of_a_gpu_s_kernels(kernels, monkeypatch)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_compiled_kernels_compute_a_token_s_experts_on_the_host(name, monkeypatch):
     pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("tests/gpu has the compiled ones")
     monkeypatch.setattr(places, "engine_for", lambda parts, number=0: Engine())
     compute, computed = CpuStep.compute_from, list[int]()
 
@@ -168,8 +164,6 @@ def test_the_host_takes_misses_of_tokens_in_pieces(name, monkeypatch):
     The device's thread computes them, or that of the host, as the scheduler's events say.
     """
     pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("tests/gpu has the compiled ones")
     from greenroom.runtime.cuda.piece_graph import PieceGraph
     from greenroom.runtime.kernels.triton.kernel import Launch, TritonStep
     from greenroom.runtime.kernels.triton.triton_kernel import TritonKernel

@@ -23,15 +23,8 @@ from greenroom.runtime.kernels.triton import TritonKernel
 from greenroom.runtime.kernels.triton.kernel import Launch
 from greenroom.runtime.slots.tier import ABSENT
 from greenroom.runtime.store.disk import Staging
-from tests.runtime.cuda.conftest import (
-    _bfloat16_as_a_device_rounds_it,  # noqa: F401
-    _products_whose_bits_depend_on_values_alone,  # noqa: F401
-)
 
-pytestmark = [
-    pytest.mark.interpreted,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the compiled ones"),
-]
+pytestmark = pytest.mark.interpreted
 
 
 def decoded(name: str, on_host: bool, monkeypatch: Any, **parts: Any) -> tuple[Any, ...]:

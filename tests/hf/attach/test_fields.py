@@ -89,8 +89,6 @@ def test_the_host_computes_from_slots_in_the_order_of_files(name: str, tmp_path:
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", TYPES)
 def test_triton_computes_from_fields(name: str, tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("tests/gpu has the compiled ones")
     path = write(tmp_path / "tiny.gguf", name, TYPES[name], num_hidden_layers=1)
     token = torch.tensor([[5]])
     with placed(path, "bfloat16", kernels="eager") as model:

@@ -39,14 +39,9 @@ from tests.hf.attach.graphs import (
 )
 from tests.hf.memory.test_device import ids, placed
 from tests.models import cached_tiny, reference
-from tests.runtime.cuda.conftest import (
-    _bfloat16_as_a_device_rounds_it,  # noqa: F401
-    _products_whose_bits_depend_on_values_alone,  # noqa: F401
-)
 
 pytestmark = [
     pytest.mark.interpreted,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the compiled ones"),
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
 ]
 

@@ -21,15 +21,8 @@ import greenroom
 from tests.hf.attach.graphs import placed_lru, prompt, tokens_of
 from tests.hf.memory.test_device import ids
 from tests.recorded_graphs import RecordedGraphs, Recording
-from tests.runtime.cuda.conftest import (
-    _bfloat16_as_a_device_rounds_it,  # noqa: F401
-    _products_whose_bits_depend_on_values_alone,  # noqa: F401
-)
 
-pytestmark = [
-    pytest.mark.interpreted,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU stands in the GPU's place"),
-]
+pytestmark = pytest.mark.interpreted
 PACKAGE = str(Path(greenroom.__file__).parent)
 LAYERS = 2
 # The most calls of a token: as one graph, in pieces, and further ones of layers that miss. They

@@ -27,15 +27,8 @@ from greenroom.runtime.kernels.triton.kernel import Launch
 from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
 from tests.hf.memory.test_device import ids, placed
 from tests.recorded_graphs import RecordedGraphs, Recording, name_of, waits
-from tests.runtime.cuda.conftest import (
-    _bfloat16_as_a_device_rounds_it,  # noqa: F401
-    _products_whose_bits_depend_on_values_alone,  # noqa: F401
-)
 
-pytestmark = [
-    pytest.mark.interpreted,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the compiled ones"),
-]
+pytestmark = pytest.mark.interpreted
 WAITING_METHODS = (
     "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__",
 )  # fmt: skip

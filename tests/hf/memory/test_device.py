@@ -74,8 +74,6 @@ def test_the_bits_are_eager_s_however_many_experts_the_host_caches(cached, monke
 @pytest.mark.interpreted
 def test_the_triton_kernel_computes_from_slots_in_segments(monkeypatch):
     pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("tests/gpu has the compiled ones")
     monkeypatch.setattr("greenroom.runtime.cuda.slots.SEGMENT_BYTES", 1)
     with (
         placed("qwen3_moe", monkeypatch, kernels="triton", capacity=5) as model,

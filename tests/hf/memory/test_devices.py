@@ -66,8 +66,6 @@ def test_the_bits_are_those_of_one_device(cached, monkeypatch):
 @pytest.mark.interpreted
 def test_the_triton_kernel_has_the_bits_of_one_device(monkeypatch):
     pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("tests/gpu has the compiled ones")
     from tests.hf.memory.test_device import placed
 
     with placed("gpt_oss", monkeypatch, kernels="triton") as model, torch.inference_mode():

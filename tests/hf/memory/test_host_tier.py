@@ -203,8 +203,6 @@ def test_no_slot_is_overwritten_before_it_was_last_read(shares, monkeypatch):
 @pytest.mark.parametrize("shares", [None, 0.5])
 def test_triton_computes_segments_from_two_pools(shares, monkeypatch):
     pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("tests/gpu has the compiled ones")
     monkeypatch.setattr(places, "engine_for", lambda setup, number: Engine())
     folder, batch = packed(), ids(1, 2)
     skeleton = ModelSkeleton.of(folder)

@@ -131,8 +131,6 @@ def spread(family: str, kind: Kernel) -> tuple[MultiDeviceKernel, object, list[i
 @pytest.mark.parametrize("named", ["eager", "native", "triton"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "muse_spark", "nemotron_h"])
 def test_the_bits_are_those_of_one_device(family, named):
-    if named == "triton" and torch.cuda.is_available():
-        pytest.skip("tests/gpu has the compiled ones")
     for tokens in (1, 5):
         case = inputs(torch.bfloat16, tokens, hidden=HIDDEN, seed=tokens)
         layer, places = toys(family, seed=3)
@@ -146,8 +144,6 @@ def test_the_bits_are_those_of_one_device(family, named):
 @pytest.mark.parametrize("named", ["eager", "native", "triton"])
 @pytest.mark.parametrize("home", [0, 1])
 def test_a_step_may_use_only_one_device(named, home):
-    if named == "triton" and torch.cuda.is_available():
-        pytest.skip("tests/gpu has the compiled ones")
     x, index, weights = inputs(torch.bfloat16, 2, top_k=2, hidden=HIDDEN)
     index[:] = torch.tensor([[home, home + 2], [home + 4, home]])
     layer, places = toys("qwen3_moe", seed=0)
@@ -175,8 +171,6 @@ def test_a_layer_on_the_second_device_is_summed_there():
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_segments_have_the_bits_of_one_device(family, named):
     """Pools of slots: tops of both devices, then their bottoms."""
-    if named == "triton" and torch.cuda.is_available():
-        pytest.skip("tests/gpu has the compiled ones")
     module = experts(family, torch.bfloat16, hidden=64, inner=192)
     x, index, weights = inputs(torch.bfloat16, 2, top_k=2, hidden=64)
     (one, _), (first, _), (second, _) = (in_segments(module, 1) for _ in range(3))
@@ -200,8 +194,6 @@ def test_segments_have_the_bits_of_one_device(family, named):
 @pytest.mark.parametrize("named", ["eager", "native", "triton"])
 def test_copies_and_skipped_experts_have_the_bits_of_one_device(named):
     """Pools of slots: exact experts of both devices, then copies."""
-    if named == "triton" and torch.cuda.is_available():
-        pytest.skip("tests/gpu has the compiled ones")
     x, index, weights = inputs(torch.bfloat16, 3, hidden=HIDDEN)
     skipped, *chosen = index.unique().tolist()
     module, layers, places = experts("qwen3_moe", torch.bfloat16, HIDDEN, INNER), [], []

@@ -11,10 +11,7 @@ pytest.importorskip("triton")
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.kernels.triton.copies import BLOCK, PROGRAMS, ListedCopies, launch_of
 
-pytestmark = [
-    pytest.mark.interpreted,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the compiled ones"),
-]
+pytestmark = pytest.mark.interpreted
 SIZES = (1, 7, BLOCK, BLOCK + 1, PROGRAMS * BLOCK + 5)
 
 

@@ -35,10 +35,7 @@ from tests.runtime.kernels.toys import (
     matrices,
 )
 
-pytestmark = [
-    pytest.mark.interpreted,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled"),
-]
+pytestmark = pytest.mark.interpreted
 BF16, FP16 = torch.bfloat16, torch.float16
 WIDTH, INSIDE = 72, 40
 LEFT = {"openai_privacy_filter"}  # computes in float32: eager's

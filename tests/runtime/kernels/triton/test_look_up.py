@@ -12,10 +12,7 @@ pytest.importorskip("triton")
 from greenroom.runtime.kernels.triton.look_up import look_up
 from greenroom.runtime.slots.tier import ABSENT
 
-pytestmark = [
-    pytest.mark.interpreted,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the compiled ones"),
-]
+pytestmark = pytest.mark.interpreted
 FIRST, EXPERTS = 4, 6  # of the layer
 
 

@@ -21,10 +21,7 @@ from tests.runtime.kernels.codes import STYLES, Coded, Style
 from tests.runtime.kernels.toys import EXPERTS, compute, experts, inputs
 from tests.runtime.kernels.triton.test_kernel import distance
 
-pytestmark = [
-    pytest.mark.interpreted,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled"),
-]
+pytestmark = pytest.mark.interpreted
 BF16, FP16 = torch.bfloat16, torch.float16
 SIGNED = Style("symmetric8", "bfloat16", (1, 64), "int8")
 SMALL_BLOCKS = Style("fp8", "float32", (32, 128))  # a program's rows have several scales

@@ -12,10 +12,7 @@ from tests.runtime.kernels.codes import Style
 from tests.runtime.kernels.toys import compute, inputs
 from tests.runtime.kernels.triton.test_one_token import ALL, COVERED, FEW, layer_of, unit
 
-pytestmark = [
-    pytest.mark.interpreted,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled"),
-]
+pytestmark = pytest.mark.interpreted
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
