@@ -195,11 +195,13 @@ def test_batches_of_latent_attention_have_the_bits_of_its_sequences(monkeypatch)
         assert all(map(torch.equal, attended[:2], attended[2:]))
 
 
-def test_a_graph_counts_uses_as_a_pass_without_it_does(monkeypatch):
+@pytest.mark.parametrize("name", ["qwen3_moe", "longcat_flash"])
+def test_a_graph_counts_uses_as_a_pass_without_it_does(name, monkeypatch):
+    """Of a layer's own experts alone: choices of LongCat-Flash may be identities."""
     counts = []
     for refused in (False, True):
         with (
-            placed_lru("qwen3_moe", monkeypatch, 1000) as model,
+            placed_lru(name, monkeypatch, 1000) as model,
             torch.inference_mode(),
         ):
             model.greenroom.bindings._graph._refused = refused

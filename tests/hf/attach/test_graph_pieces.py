@@ -5,6 +5,7 @@ The CPU stands in the GPU's place, as in `test_graph_pass`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -379,6 +380,74 @@ def test_no_graph_is_kept_of_weights_that_are_replaced_while_it_is_compared(monk
         assert bindings._graph._threads.pieces is None
         tokens_of(model, prompt(model), 2)
         assert bindings._graph._threads.pieces is not None
+
+
+def test_weights_that_are_replaced_while_a_first_token_is_computed_refuse_no_graph(monkeypatch):
+    """Its result is that of the old weights, and the graph's of the new ones."""
+    with placed_lru("qwen3_moe", monkeypatch, 6) as model, torch.inference_mode():
+        graph, weight = model.greenroom.bindings._graph, model.model.norm.weight
+        original, calls = graph._original, list[int]()
+
+        def replace(**kwargs: Any) -> Any:
+            out = original(**kwargs)
+            calls.append(1)
+            if len(calls) == 1:
+                weight.data = weight.data * 1.5
+            return out
+
+        cache = prompt(model)
+        tokens_of(model, cache, 1)  # the next one can be a graph
+        monkeypatch.setattr(graph, "_original", replace)
+        tokens_of(model, cache, 1)
+        assert len(calls) == 1  # nothing was compared
+        tokens_of(model, cache, 1)
+        assert graph._threads.pieces is not None
+
+
+def test_another_thread_may_drop_graphs_beside_a_token(monkeypatch):
+    with placed_lru("qwen3_moe", monkeypatch, 6) as model, torch.inference_mode():
+        cache, bindings = prompt(model), model.greenroom.bindings
+        tokens_of(model, cache, 2)
+        expected = tokens_of(model, copy.deepcopy(cache), 1)
+        read, weight = bindings._graph._read_call, model.model.layers[0].self_attn.q_proj.weight
+
+        def replace(kwargs: dict[str, Any]) -> Any:
+            token = read(kwargs)
+            weight.data = weight.data.clone()
+            thread = threading.Thread(target=bindings.check_weights)
+            thread.start()
+            thread.join()
+            return token
+
+        monkeypatch.setattr(bindings._graph, "_read_call", replace)
+        assert bindings._graph._threads.pieces is not None
+        assert torch.equal(*tokens_of(model, cache, 1), *expected)
+        assert bindings._graph._threads.pieces is None
+
+
+@pytest.mark.parametrize("error", [StoreError("Input/output error"), KeyboardInterrupt()])
+def test_what_was_captured_goes_with_a_comparison_that_fails(error, monkeypatch):
+    """Its memory may have the workspace of later graphs, and a traceback would keep it."""
+    made, init, replay = list[Any](), PieceGraph.__init__, PieceGraph.replay
+
+    def note(self: PieceGraph, *arguments: Any, **parts: Any) -> None:
+        init(self, *arguments, **parts)
+        made.append(self)
+
+    def fail(self: PieceGraph, decode: Any) -> Any:
+        replay(self, decode)
+        assert self._pieces
+        raise error
+
+    with placed_lru("qwen3_moe", monkeypatch, 6) as model, torch.inference_mode():
+        cache = prompt(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(PieceGraph, "__init__", note)
+            patch.setattr(PieceGraph, "replay", fail)
+            with contextlib.suppress(KeyboardInterrupt):
+                tokens_of(model, cache, 2)
+        assert made
+        assert not any(each._pieces for each in made)
 
 
 def test_a_model_that_is_detached_has_no_graph(monkeypatch):

@@ -180,10 +180,13 @@ def test_an_interrupt_between_two_pieces_is_not_taken_for_a_failure(gpu, streams
     underway_once = list[int]()
     monkeypatch.setattr(Graph, "capture_begin", begun)
     monkeypatch.setattr(Graph, "capture_end", ended)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as raised:
         gpu.capture_in_pieces(lambda cut: cut())
     assert not underway
     assert gpu._failures == 0
+    frames = [each.frame.f_locals.get("graphs") for each in raised.traceback]
+    assert [] in frames  # the traceback keeps no piece
+    assert not any(frames)
 
 
 @pytest.mark.parametrize("at", ["capture_begin", "capture_end", "end"])

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import output_capturing
@@ -73,14 +72,19 @@ class _Graphs(threading.local):
     """A thread's graph of a decoder.
 
     pieces: its graph in pieces, for a cache that has not a slot for each expert
-    output: the class of the decoder's result
     missed: an expert of the last pass without a graph was not in its slot yet
     """
 
     graph: TokenGraph | None = None
     pieces: PieceGraph | None = None
-    output: Callable[..., Any]
     missed = False
+
+    def keep(self, graph: TokenGraph) -> None:
+        """Take a graph for later tokens of the calling thread."""
+        if isinstance(graph, PieceGraph):
+            self.pieces = graph
+        else:
+            self.graph = graph
 
 
 class GraphPass:
@@ -116,6 +120,7 @@ class GraphPass:
         self._original: Callable[..., Any] = decoder.forward
         self._threads, self._refused = _Graphs(), False
         self._changed: Callable[[], bool] | None = None  # since the first graph was made
+        self._output: Callable[..., Any]  # the class of the decoder's result
         self._last_hook, self._hooked = -1, False  # the number of the last hook when they were seen
         self._inputs = inputs
         replace_attention(decoder)  # also without graphs: bits do not depend on a run's options
@@ -178,7 +183,7 @@ class GraphPass:
                 hidden = None if threads.missed else self._replay(graph, token)
         if hidden is None:
             return self._load_missing(kwargs)
-        return threads.output(**{HIDDEN: hidden, CACHE: token.cache})
+        return self._output(**{HIDDEN: hidden, CACHE: token.cache})
 
     @property
     def _graph(self) -> TokenGraph | None:
@@ -243,8 +248,11 @@ class GraphPass:
 
     def _compare(self, token: _Token, kwargs: dict[str, Any]) -> Any:
         """Compute a token by the decoder's own forward, and compare a graph's pass with it."""
-        out = self._original(**kwargs)
         if token.mask is not None and not token.mask.all():  # waits, until a token was compared
+            return self._original(**kwargs)
+        threads, changed = self._threads, self._changed or make_change_check(self._decoder)
+        out = self._original(**kwargs)
+        if changed():  # another thread has replaced weights
             return out
         self._driver.deferred.settle()
         hidden = getattr(out, HIDDEN, None)
@@ -257,7 +265,10 @@ class GraphPass:
         try:
             with device_errors("the graph of a token"):
                 last += [row.clone() for row in rows]
-                success = self._try_graph(token, hidden, type(out))
+                graph = self._try_graph(token, hidden, changed)
+            if success := graph is not None:
+                self._output, self._changed = type(out), changed
+                threads.keep(graph)  # not used if another thread has seen other weights
         except NoGraph as reason:
             log.info("--device cuda: single tokens are no graph: %s", reason)
             self._refused = True
@@ -273,14 +284,24 @@ class GraphPass:
                 row.copy_(values)
         return out
 
-    def _try_graph(self, token: _Token, hidden: Tensor, output: Callable[..., Any]) -> bool:
-        """Make a graph, and keep it if a token has the result `hidden`; return whether it is kept.
+    def _try_graph(
+        self, token: _Token, hidden: Tensor, changed: Callable[[], bool]
+    ) -> TokenGraph | None:
+        """Make a graph; return it if a token has the result `hidden`, and weights have not changed.
 
-        If another thread has taken an expert's slot meanwhile, or has replaced weights, a later
-        token is compared.
+        If another thread has taken an expert's slot meanwhile, a later token is compared.
         """
-        threads, changed = self._threads, self._changed or make_change_check(self._decoder)
-        graph = self._make_graph(hidden)
+        graph, agrees = self._make_graph(hidden), False
+        try:
+            agrees = self._agrees(graph, token, hidden, changed)
+        finally:
+            if not agrees:
+                graph.release()
+        return graph if agrees else None
+
+    def _agrees(
+        self, graph: TokenGraph, token: _Token, hidden: Tensor, changed: Callable[[], bool]
+    ) -> bool:
         self._set_token(graph, token)
         results, decode = [], partial(self._decode, graph)
         for compute in (graph.compute, graph.replay):  # kernel by kernel, then as a graph
@@ -291,19 +312,13 @@ class GraphPass:
             results.append(self._driver.device_steps.launch(compute, decode))
             if not graph.read_reports():
                 return False
-        if threads is not self._threads or changed():  # another thread has replaced weights
+        if changed():
             return False
         if not all(torch.equal(each, hidden) for each in results):
             what = type(self._decoder).__name__
             log.warning("--device cuda: single tokens of %s have other bits as a graph", what)
             self._refused = True
             return False
-        self._changed = changed
-        if isinstance(graph, PieceGraph):
-            threads.pieces = graph
-        else:
-            threads.graph = graph
-        threads.output = output
         return True
 
     def _make_graph(self, hidden: Tensor) -> TokenGraph:
@@ -347,8 +362,12 @@ class GraphPass:
             results.append(graph.replay(lambda: self._decode(graph)))
             if not graph.read_reports() or not graph.mask_is_full:
                 return ()
-            self._record(chosen := graph.chosen, graph.moe_layers)
-            return [chosen.shape[1]] * len(chosen)
+            chosen, layers = graph.chosen, graph.moe_layers
+            numbers = self._driver.resident.record_use(chosen, layers)
+            if (observe := self._bindings[0].on_routing) is not None:
+                for layer, experts in zip(layers, chosen, strict=True):
+                    observe(layer, experts[None].astype(np.int64))
+            return numbers
 
         if not self._driver.resident_steps(graph.moe_layers, find):
             return None
@@ -364,13 +383,6 @@ class GraphPass:
             return None
         count_token(token.layers)
         return hidden
-
-    def _record(self, chosen: NDArray[np.int32], layers: Sequence[int]) -> None:
-        """Record the use of experts: chosen [MoE layers, top_k], in the order of `layers`."""
-        self._driver.resident.record_use(chosen, layers)
-        if (observe := self._bindings[0].on_routing) is not None:
-            for layer, experts in zip(layers, chosen, strict=True):
-                observe(layer, experts[None].astype(np.int64))
 
 
 def _does_nothing(hook: Any) -> bool:

@@ -90,6 +90,9 @@ class GraphCaptures:
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             log.warning("--device cuda: work is launched kernel by kernel: %s", first_line)
             return None
+        except BaseException:
+            graphs.clear()  # its traceback may hold them for long
+            raise
         return graphs
 
     @contextlib.contextmanager
@@ -97,7 +100,8 @@ class GraphCaptures:
         """Return a context where torch's generator has a state of its own, for one capture.
 
         Torch before 2.13 marks the state as captured and then refuses random numbers to other
-        threads; if CUDA ends the capture by itself, the mark stays. No graph here has any.
+        threads, here only while the capture begins; if CUDA ends the capture by itself, the mark
+        stays. No graph here has any.
         """
         generator = torch.cuda.default_generators[self.device.index]
         state = generator.graphsafe_get_state()

@@ -78,6 +78,9 @@ class PieceGraph(TokenGraph):
             self._serve_layer(layer, launches, self._launch_next if number < last else None)
         return self._launch(self._end, self._pieces[-1])
 
+    def release(self) -> None:
+        self._pieces.clear()
+
     def _launch_next(self) -> None:
         """Launch the next layer's piece, within what launches the work before it."""
         number = self._launched

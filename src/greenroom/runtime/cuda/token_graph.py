@@ -189,6 +189,10 @@ class TokenGraph:
             self._look_up_by(self._replay)
             return self._hidden.clone()
 
+    def release(self) -> None:
+        """Drop what was captured. The traceback of an error may hold an unused graph for long."""
+        self._replay = None
+
     def _capture(self, decode: Callable[[], Tensor]) -> Callable[[], None]:
         """Capture the pass; return a function that launches the graph."""
 

@@ -46,8 +46,8 @@ class ResidentTables:
         self._scheduler, self._request_counts = scheduler, request_counts
         self._path: AllResident | None = None  # that owns the tables
         self._addresses: tuple[int, int, int, int]
-        self._layers: Sequence[int] = ()  # those of `_first` and `_rank`
-        self._first = self._rank = np.zeros((0, 1), np.int64)
+        self._layers: Sequence[int] = ()  # those of the next three
+        self._first = self._end = self._rank = np.zeros((0, 1), np.int64)
 
     def count(self, pieces: Ints) -> None:
         """Count a use of each of a step's experts."""
@@ -71,20 +71,28 @@ class ResidentTables:
         """Tell whether steps of resident experts need no decision: each expert has a slot."""
         return self._scheduler.resident_steps.path is not None
 
-    def record_use(self, chosen: NDArray[np.int32], layers: Sequence[int]) -> None:
-        """Record the use of experts by the next steps, within `steps`.
+    def record_use(self, chosen: NDArray[np.int32], layers: Sequence[int]) -> list[int]:
+        """Record the use of experts by the next steps, within `steps`; return the number of each.
 
-        `chosen` are ids within a layer, [steps, top_k], of these `layers`.
+        `chosen` are ids within a layer, [steps, top_k], of these `layers`. Those from a layer's
+        number of experts on are of no expert.
         """
         path = self._scheduler.resident_steps.path
         assert path is not None
         if layers is not self._layers:  # arrays of a few numbers cost a microsecond each
             offsets, self._layers = self._scheduler.view.pieces.offsets, layers
             self._first = np.array([offsets[layer] for layer in layers])[:, None]
+            self._end = np.array([offsets[layer + 1] for layer in layers])[:, None]
             self._rank = np.arange(1, len(layers) + 1)[:, None]
-        pieces = chosen + self._first
-        path.used[pieces] = self._rank + path.steps
-        self._request_counts[pieces] += 1
+        pieces, rank = chosen + self._first, self._rank + path.steps
+        if (mask := pieces < self._end).all():
+            path.used[pieces] = rank
+            self._request_counts[pieces] += 1
+            return [chosen.shape[1]] * len(chosen)
+        path.used[pieces[mask]] = np.broadcast_to(rank, mask.shape)[mask]
+        self._request_counts[pieces[mask]] += 1
+        numbers: list[int] = mask.sum(axis=1).tolist()
+        return numbers
 
     def steps(self, layer: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
         """Compute consecutive MoE layers by `find`, while all chosen experts are resident.

@@ -4,9 +4,10 @@ The router's choice stays on the device. The program writes the tiles that the p
 no entries for an expert that is not in a slot, and the order of the sum over experts. The host
 reads a report in pinned memory, one number for each choice, and waits for nothing else:
 
-    number of the look-up << 32 | expert << 1 | whether the expert is in a slot
+    number of the look-up << 32 | expert << 1 | whether nothing is to be loaded for it
 
-Each number carries that of its look-up, so they may arrive in any order.
+since it is in a slot, or is no expert of the layer. Each number carries that of its look-up, so
+they may arrive in any order.
 """
 
 from __future__ import annotations
@@ -68,4 +69,5 @@ def look_up(
     tl.store(order + 2 * place + 1, tl.where(local, k, -1).to(tl.int64), mask=inside)
     count = tl.load(number) + 1
     tl.store(number, count)
-    tl.store(report + k, (count << 32) | (expert << 1) | hit.to(tl.int64), mask=inside)
+    nothing_to_load = (hit | (expert >= experts)).to(tl.int64)
+    tl.store(report + k, (count << 32) | (expert << 1) | nothing_to_load, mask=inside)
