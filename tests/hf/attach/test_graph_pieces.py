@@ -362,6 +362,28 @@ def test_a_graph_follows_weights_that_are_replaced(monkeypatch):
     assert all(map(torch.equal, *logits))
 
 
+@pytest.mark.parametrize("capacity", [6, 1000])
+def test_a_graph_follows_weights_that_are_replaced_between_two_turns(capacity, monkeypatch):
+    """A turn goes on with its KV cache; its prompt has several tokens."""
+    logits, replays = list[Any](), counted(monkeypatch)
+    for refused in (False, True):
+        with placed_lru("qwen3_moe", monkeypatch, capacity) as model, torch.inference_mode():
+            cache, graph = prompt(model), model.greenroom.bindings._graph
+            if capacity == 1000 and not refused:
+                model(ids(1, 60), use_cache=True)  # of all experts
+            graph._refused = refused
+            tokens_of(model, cache, 3)
+            assert refused or graph._graph is not None
+            norm = model.model.norm
+            with torch.inference_mode(False):
+                norm.weight = torch.nn.Parameter(norm.weight * 2, requires_grad=False)
+            model(ids(1, 4), past_key_values=cache, use_cache=True)
+            replays.clear()
+            logits.append(tokens_of(model, cache, 3))
+            assert refused or graph._graph is not None
+    assert all(map(torch.equal, *logits))
+
+
 def test_no_graph_is_kept_of_weights_that_are_replaced_while_it_is_compared(monkeypatch):
     """By another thread's request: later ones would take it for a graph of the new weights."""
     replay = PieceGraph.replay

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from greenroom.runtime.cuda import captures
 from greenroom.runtime.cuda.engine import Cuda
 
 SELECTED: list[Any] = []  # devices that are selected now, the innermost last
@@ -27,6 +28,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         SELECTED.pop()
 
     monkeypatch.setattr(torch.cuda, "device", selected)
+    return new_engine()
+
+
+def new_engine() -> Cuda:
     cuda = object.__new__(Cuda)
     cuda.device, cuda._streams = torch.device("cuda", 1), threading.local()
     return cuda
@@ -107,6 +112,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
         CURRENT.pop()
 
     CURRENT[:], Graph.captured, Graph.pools = [PoolStream()], [], []
+    monkeypatch.setattr(captures, "_unused_streams", defaultdict(list))
     monkeypatch.setattr(torch.cuda, "default_generators", (Generator(), Generator()))
     monkeypatch.setattr(torch.cuda, "Stream", PoolStream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)

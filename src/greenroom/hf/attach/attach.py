@@ -331,6 +331,8 @@ class Greenroom:
             self._head_timer.close()
         self.hooks.detach()
         self.bindings.detach()
+        for engine in self.engines:
+            engine.drop_graphs()
         if self._gate_inputs is not None:
             self._gate_inputs.detach()
 

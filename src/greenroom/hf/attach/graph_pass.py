@@ -160,7 +160,8 @@ class GraphPass:
 
     def check_weights(self) -> None:
         """Make new graphs if the decoder has other weights or submodules than theirs."""
-        if self._changed is not None and self._changed():
+        changed = self._changed  # another thread may set it meanwhile
+        if changed is not None and changed():
             self._changed, self._threads = None, _Graphs()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -150,16 +150,17 @@ class PassHooks:
             self._setup.make_growing(each)
         if (slot_budget := self.slot_budget) is not None:  # another thread may resize the cache
             slot_budget.make_room(*added, batch)
-        before = self._request
+        prompt, before = max(lengths) > 1, self._request
+        may_begin = prompt and self._new_prompts is None  # a turn may go on with its KV cache
         if self._new_prompts is not None:
             self._request, self._new_prompts = self._request + self._new_prompts, None
         elif model is not self._decoder and (cache is None or not cache.get_seq_length()):
             self._request += 1
             self.between_requests()
-        if self._request != before:
+        if self._request != before or may_begin:
             self.check_weights()
             self._bindings.check_weights()
-        prompt, variants = max(lengths) > 1, self._bindings.variants
+        variants = self._bindings.variants
         self._driver.deferred.settle()  # an interrupt may have left some of the pass before
         for observer in self.observers:
             observer.on_pass(self._request, prompt, len(caches) * int(batch))

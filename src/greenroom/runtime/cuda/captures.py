@@ -6,6 +6,8 @@ import contextlib
 import gc
 import logging
 import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +24,9 @@ _PRIORITY = -1
 MOST_FAILURES = 3  # graphs that cannot be captured, until no further one is tried
 capture_lock = threading.Lock()  # torch admits one capture in a process
 _failed_graphs: list[Any] = []
+# Streams of engines that are gone, by device. Torch before 2.13 keeps memory for cuBLAS for each
+# stream on which a product was captured, so an engine takes one of these before a new one.
+_unused_streams: defaultdict[int | None, list[Any]] = defaultdict(list)
 
 
 class GraphCaptures:
@@ -51,6 +56,9 @@ class GraphCaptures:
         # A pool of their own: what one piece leaves for the next outlives other graphs between.
         graphs = self._capture(work, torch.cuda.graph_pool_handle())
         return None if graphs is None else [graph.replay for graph in graphs]
+
+    def drop_graphs(self) -> None:
+        self._first_graph = None
 
     def _capture(self, work: Callable[[Callable[[], None]], None], pool: Any) -> list[Any] | None:
         """Capture graphs whose temporary tensors are in a pool; `work` gets a function that cuts.
@@ -121,7 +129,7 @@ class GraphCaptures:
         """
         current = torch.cuda.current_stream(self.device)
         if self._capture_stream in (None, current):  # where no other thread launches work
-            self._capture_stream = torch.cuda.Stream(self.device, priority=_PRIORITY)
+            self._capture_stream = self._other_stream(current)
         with capture_lock, torch.cuda.stream(self._capture_stream):
             enabled = gc.isenabled()
             try:
@@ -130,6 +138,17 @@ class GraphCaptures:
             finally:
                 if enabled:
                     gc.enable()
+
+    def _other_stream(self, current: Any) -> Any:
+        """Return a stream for captures, other than the current one, which has no other owner."""
+        unused = _unused_streams[self.device.index]
+        stream = next((each for each in unused if each != current), None)
+        if stream is None:
+            stream = torch.cuda.Stream(self.device, priority=_PRIORITY)
+        else:
+            unused.remove(stream)
+        weakref.finalize(self, unused.append, stream).atexit = False
+        return stream
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -222,14 +222,9 @@ class TokenGraph:
         self._counts_agree = True
 
     def _run(self, decode: Callable[[], Tensor]) -> None:
-        with self._activated():
+        try:  # no context manager: one that an interrupt has met may stay open
+            _active.graph = self
             self._hidden.copy_(decode())
-
-    @contextmanager
-    def _activated(self) -> Iterator[None]:
-        _active.graph = self
-        try:
-            yield
         finally:
             _active.graph = None
 

@@ -262,6 +262,24 @@ def test_the_first_graph_writes_no_old_changes(rig):
     assert found(rig) == [3]
 
 
+def test_a_layer_has_graphs_after_an_interrupt_of_its_first_capture(rig, monkeypatch):
+    captured = list[Any]()
+    monkeypatch.setattr(rig.engine, "capture", lambda work: captured.append(work) or work)
+    rig.token(0, 1)
+
+    def interrupt(event: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rig.token(0, 1)
+    assert not captured
+    for _ in range(2):
+        rig.token(0, 1)
+    assert len(captured) == 2  # both sequences, once
+
+
 @pytest.mark.parametrize("at", ["look-up", "product"])
 def test_changes_survive_an_interrupted_look_up(rig, at):
     rig.bring(0, 1)

@@ -203,9 +203,9 @@ class TokenLaunches:
 
     def _capture(self) -> None:
         """Make a graph of each sequence of launches, after all of its kernels were compiled."""
-        self._in_graphs = True
         self._launch_again()
-        self._sequences = [self._engine.capture(each) for each in self._sequences]
+        graphs = [self._engine.capture(each) for each in self._sequences]
+        self._sequences, self._in_graphs = graphs, True
         if self.copies is not None:
             self.copies.capture()
 
