@@ -22,6 +22,7 @@ from greenroom.errors import DeviceError, StoreError
 from greenroom.runtime.cuda.piece_graph import PieceGraph
 from greenroom.runtime.cuda.slot_table import SlotTable
 from greenroom.runtime.cuda.token_graph import TokenGraph
+from greenroom.runtime.kernels.triton.token_launches import TokenLaunches
 from tests.hf.attach.graphs import (
     PROMPT,
     TOKENS,
@@ -346,7 +347,7 @@ def test_a_graph_follows_weights_that_are_replaced(monkeypatch):
     logits = []
     for refused in (False, True):
         with placed_lru("qwen3_moe", monkeypatch, 6) as model, torch.inference_mode():
-            graph, found, threads = model.greenroom.bindings._graph, list[Any](), list[Any]()
+            graph, found, made = model.greenroom.bindings._graph, list[Any](), list[Any]()
             graph._refused = refused
             for replaced in (False, True, False):
                 if replaced:
@@ -356,8 +357,8 @@ def test_a_graph_follows_weights_that_are_replaced(monkeypatch):
                 found += tokens_of(model, cache, 2)  # the second one can be a graph
                 assert graph._refused == refused
                 assert (graph._threads.pieces is None) == refused
-                threads.append(graph._threads)
-            assert len({*map(id, threads)}) == (1 if refused else 2)
+                made.append(graph._threads.pieces)
+            assert len({*map(id, made)}) == (1 if refused else 2)
             logits.append(found)
     assert all(map(torch.equal, *logits))
 
@@ -382,6 +383,16 @@ def test_a_graph_follows_weights_that_are_replaced_between_two_turns(capacity, m
             logits.append(tokens_of(model, cache, 3))
             assert refused or graph._graph is not None
     assert all(map(torch.equal, *logits))
+
+
+def test_weights_are_checked_where_a_turn_may_begin(monkeypatch):
+    """Not by each pass that verifies drafts: a check takes a millisecond."""
+    with placed_lru("qwen3_moe", monkeypatch, 6) as model, torch.inference_mode():
+        cache, checks = prompt(model), list[int]()
+        monkeypatch.setattr(model.greenroom.hooks, "check_weights", lambda: checks.append(tokens))
+        for tokens in (1, 4, 3, 1, 2, 20, 5):
+            model(ids(1, tokens), past_key_values=cache, use_cache=True)
+        assert checks == [4, 2, 20]
 
 
 def test_no_graph_is_kept_of_weights_that_are_replaced_while_it_is_compared(monkeypatch):
@@ -420,9 +431,9 @@ def test_weights_that_are_replaced_while_a_first_token_is_computed_refuse_no_gra
         cache = prompt(model)
         tokens_of(model, cache, 1)  # the next one can be a graph
         monkeypatch.setattr(graph, "_original", replace)
-        tokens_of(model, cache, 1)
-        assert len(calls) == 1  # nothing was compared
-        tokens_of(model, cache, 1)
+        tokens_of(model, cache, 3)
+        assert len(calls) == 3  # nothing was compared
+        tokens_of(model, prompt(model), 2)
         assert graph._threads.pieces is not None
 
 
@@ -441,10 +452,91 @@ def test_another_thread_may_drop_graphs_beside_a_token(monkeypatch):
             thread.join()
             return token
 
-        monkeypatch.setattr(bindings._graph, "_read_call", replace)
-        assert bindings._graph._threads.pieces is not None
-        assert torch.equal(*tokens_of(model, cache, 1), *expected)
-        assert bindings._graph._threads.pieces is None
+        pieces = bindings._graph._threads.pieces
+        assert pieces is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(bindings._graph, "_read_call", replace)
+            assert torch.equal(*tokens_of(model, cache, 1), *expected)
+        assert pieces._pieces  # this thread was launching them
+        tokens_of(model, cache, 1)
+        assert not pieces._pieces
+        assert bindings._graph._threads.pieces is not pieces
+
+
+def test_a_graph_that_is_kept_beside_another_thread_s_request_is_dropped(monkeypatch):
+    with placed_lru("qwen3_moe", monkeypatch, 6) as model, torch.inference_mode():
+        bindings, weight = model.greenroom.bindings, model.model.layers[0].self_attn.q_proj.weight
+        agrees, kept = bindings._graph._agrees, list[Any]()
+
+        def replace(graph: Any, *arguments: Any) -> bool:
+            agreed = agrees(graph, *arguments)
+            weight.data = weight.data * 1.5
+            bindings.check_weights()  # as another thread does
+            kept.append(graph)
+            return agreed
+
+        cache = prompt(model)
+        tokens_of(model, cache, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(bindings._graph, "_agrees", replace)
+            tokens_of(model, cache, 1)
+        assert bindings._graph._threads.pieces is kept[0]
+        tokens_of(model, cache, 1)
+        assert bindings._graph._threads.pieces is not kept[0]
+        assert not kept[0]._pieces
+
+
+def test_an_interrupted_token_keeps_no_pieces_of_old_weights(monkeypatch):
+    """Its traceback has the graph while the next one is captured."""
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    with placed_lru("qwen3_moe", monkeypatch, 6) as model, torch.inference_mode():
+        cache, graph = prompt(model), model.greenroom.bindings._graph
+        tokens_of(model, cache, 2)
+        pieces = graph._threads.pieces
+        with monkeypatch.context() as patch:
+            patch.setattr(PieceGraph, "_serve_layer", stop)
+            with pytest.raises(Stop) as stopped:
+                tokens_of(model, cache, 1)
+        weight = model.model.layers[0].self_attn.q_proj.weight
+        weight.data = weight.data * 1.5
+        capture = PieceGraph._capture_pieces
+
+        def captured(self: PieceGraph, decode: Any) -> Any:
+            assert not pieces._pieces
+            return capture(self, decode)
+
+        monkeypatch.setattr(PieceGraph, "_capture_pieces", captured)
+        tokens_of(model, prompt(model), 2)
+        assert graph._threads.pieces not in (None, pieces)
+        assert stopped.value is not None
+
+
+class Stop(BaseException):
+    pass
+
+
+def test_an_interrupt_of_second_captures_keeps_no_pieces(monkeypatch):
+    made, init = list[Any](), PieceGraph.__init__
+
+    def note(self: PieceGraph, *arguments: Any, **parts: Any) -> None:
+        init(self, *arguments, **parts)
+        made.append(self)
+
+    def stop(launches: Any) -> None:
+        assert made[0]._pieces
+        raise Stop
+
+    with placed_lru("qwen3_moe", monkeypatch, 6) as model, torch.inference_mode():
+        cache = prompt(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(PieceGraph, "__init__", note)
+            patch.setattr(TokenLaunches, "capture_again", stop)
+            with pytest.raises(Stop):
+                tokens_of(model, cache, 2)
+        assert not made[0]._pieces
 
 
 @pytest.mark.parametrize("error", [StoreError("Input/output error"), KeyboardInterrupt()])

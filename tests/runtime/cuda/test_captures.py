@@ -43,6 +43,18 @@ def test_an_engine_captures_on_the_stream_of_one_that_is_gone(streams):
     assert Graph.captured[-1] not in (one, other)
 
 
+def test_two_engines_choose_streams_one_after_the_other(gpu, streams, monkeypatch):
+    """Both would take the same one."""
+    choose = captures.GraphCaptures._other_stream
+
+    def choosing(*arguments: Any) -> Any:
+        assert captures.capture_lock.locked()
+        return choose(*arguments)
+
+    monkeypatch.setattr(captures.GraphCaptures, "_other_stream", choosing)
+    assert gpu.capture(print) != print
+
+
 def test_no_pool_stays_when_graphs_are_dropped(gpu, streams):
     gpu.capture(lambda: None)
     gpu.drop_graphs()

@@ -12,7 +12,6 @@ sliding windows, sinks and latent keys and values.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from greenroom.hf.attach.token_attention import (
 from greenroom.hf.kv.single_token import count_token, layer_stamps, layer_states
 from greenroom.hf.model.graph_decoder import graph_decoder
 from greenroom.runtime.cuda.engine import Engine, device_errors, is_out_of_memory
-from greenroom.runtime.cuda.piece_graph import Padded, PieceGraph
+from greenroom.runtime.cuda.piece_graph import Padded, PieceGraph, ThreadGraphs
 from greenroom.runtime.cuda.token_graph import LayerStates, NoGraph, TokenGraph
 from greenroom.runtime.forward import BINDING, Binding
 from greenroom.runtime.kernels.dense.module_check import GLOBAL_HOOKS, OwnForwardHook
@@ -66,25 +65,6 @@ class _Token(NamedTuple):
     states: Sequence[LayerStates] | None
     cache: Any
     graph: TokenGraph | None
-
-
-class _Graphs(threading.local):
-    """A thread's graph of a decoder.
-
-    pieces: its graph in pieces, for a cache that has not a slot for each expert
-    missed: an expert of the last pass without a graph was not in its slot yet
-    """
-
-    graph: TokenGraph | None = None
-    pieces: PieceGraph | None = None
-    missed = False
-
-    def keep(self, graph: TokenGraph) -> None:
-        """Take a graph for later tokens of the calling thread."""
-        if isinstance(graph, PieceGraph):
-            self.pieces = graph
-        else:
-            self.graph = graph
 
 
 class GraphPass:
@@ -118,8 +98,9 @@ class GraphPass:
         self._settings: tuple[Any, dict[str, Any]] = config, dict(vars(config))
         self._layers: int = config.num_hidden_layers
         self._original: Callable[..., Any] = decoder.forward
-        self._threads, self._refused = _Graphs(), False
-        self._changed: Callable[[], bool] | None = None  # since the first graph was made
+        self._threads, self._refused = ThreadGraphs(), False
+        self._changed: Callable[[], bool] | None = None  # since the first graph was compared
+        self._version = 0  # of the decoder's weights
         self._output: Callable[..., Any]  # the class of the decoder's result
         self._last_hook, self._hooked = -1, False  # the number of the last hook when they were seen
         self._inputs = inputs
@@ -156,16 +137,20 @@ class GraphPass:
         """Give the decoder its own forward and attention back."""
         self._decoder.__dict__.pop("forward", None)
         restore_attention(self._decoder)
-        self._threads = _Graphs()  # whose graphs have memory
+        self._threads = ThreadGraphs()  # whose graphs have memory
 
     def check_weights(self) -> None:
-        """Make new graphs if the decoder has other weights or submodules than theirs."""
+        """Let threads make new graphs if the decoder has other weights or submodules than theirs.
+
+        Each thread drops its own ones: another one may be launching them.
+        """
         changed = self._changed  # another thread may set it meanwhile
         if changed is not None and changed():
-            self._changed, self._threads = None, _Graphs()
+            self._changed, self._version = None, self._version + 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the decoder's output, as its own forward does."""
+        self._threads.follow(self._version)
         token = None if args or self._refused else self._read_call(kwargs)
         if token is None:
             return self._original(*args, **kwargs)
@@ -251,7 +236,8 @@ class GraphPass:
         """Compute a token by the decoder's own forward, and compare a graph's pass with it."""
         if token.mask is not None and not token.mask.all():  # waits, until a token was compared
             return self._original(**kwargs)
-        threads, changed = self._threads, self._changed or make_change_check(self._decoder)
+        # Another thread's request sees it from now on.
+        changed = self._changed = self._changed or make_change_check(self._decoder)
         out = self._original(**kwargs)
         if changed():  # another thread has replaced weights
             return out
@@ -268,8 +254,8 @@ class GraphPass:
                 last += [row.clone() for row in rows]
                 graph = self._try_graph(token, hidden, changed)
             if success := graph is not None:
-                self._output, self._changed = type(out), changed
-                threads.keep(graph)  # not used if another thread has seen other weights
+                self._output = type(out)
+                self._threads.keep(graph)  # until another thread has seen other weights
         except NoGraph as reason:
             log.info("--device cuda: single tokens are no graph: %s", reason)
             self._refused = True

@@ -22,6 +22,8 @@ from greenroom.predictors import predictor as choice
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.graphs import outside_graphs
 
+DRAFTS = 16  # more tokens than a pass that verifies drafts usually has
+
 
 class Observer(Protocol):
     """Observer of a model's forward passes and of the experts that routers choose."""
@@ -66,6 +68,7 @@ class PassHooks:
         # Whether a predictor reads the ids of tokens, which a GPU would have to send.
         self._reads_ids = predictor is not None and "token_ids" in choice(predictor.name).kind.needs
         self._new_prompts: int | None = None  # as announced for the next pass
+        self._was_prompt = False  # the pass before had several tokens
         self._trial = False  # passes of a trial are not reported
         self._decoder: nn.Module | None = None  # of an encoder-decoder model
         self._preempting = False  # whether early routers have hooks
@@ -151,7 +154,9 @@ class PassHooks:
         if (slot_budget := self.slot_budget) is not None:  # another thread may resize the cache
             slot_budget.make_room(*added, batch)
         prompt, before = max(lengths) > 1, self._request
-        may_begin = prompt and self._new_prompts is None  # a turn may go on with its KV cache
+        # A turn may go on with its KV cache. The passes that verify drafts follow each other.
+        begins = prompt and (max(lengths) > DRAFTS or not self._was_prompt)
+        may_begin, self._was_prompt = begins and self._new_prompts is None, prompt
         if self._new_prompts is not None:
             self._request, self._new_prompts = self._request + self._new_prompts, None
         elif model is not self._decoder and (cache is None or not cache.get_seq_length()):

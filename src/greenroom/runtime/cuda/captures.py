@@ -128,19 +128,23 @@ class GraphCaptures:
         memory, which CUDA refuses a thread that captures.
         """
         current = torch.cuda.current_stream(self.device)
-        if self._capture_stream in (None, current):  # where no other thread launches work
-            self._capture_stream = self._other_stream(current)
-        with capture_lock, torch.cuda.stream(self._capture_stream):
+        with capture_lock:
+            if self._capture_stream in (None, current):  # where no other thread launches work
+                self._capture_stream = self._other_stream(current)
             enabled = gc.isenabled()
             try:
                 gc.disable()
-                yield
+                with torch.cuda.stream(self._capture_stream):
+                    yield
             finally:
                 if enabled:
                     gc.enable()
 
     def _other_stream(self, current: Any) -> Any:
-        """Return a stream for captures, other than the current one, which has no other owner."""
+        """Return a stream for captures, other than the current one, which has no other owner.
+
+        The caller holds `capture_lock`.
+        """
         unused = _unused_streams[self.device.index]
         stream = next((each for each in unused if each != current), None)
         if stream is None:

@@ -7,6 +7,7 @@ launches one graph a layer, in place of some thirty kernels.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -117,6 +118,37 @@ class PieceGraph(TokenGraph):
             if self._engine.makes_graphs:
                 raise NoGraph("the pass could not be captured")
             return []
+        self._pieces = pieces  # which an interrupt of what follows releases
         for launches in self._launches.values():
             launches.capture_again()
         return pieces
+
+
+class ThreadGraphs(threading.local):
+    """A thread's graph of a decoder.
+
+    pieces:  its graph in pieces, for a cache that has not a slot for each expert
+    version: of the weights that the graphs were made of
+    missed:  an expert of the last pass without a graph was not in its slot yet
+    """
+
+    graph: TokenGraph | None = None
+    pieces: PieceGraph | None = None
+    version = 0
+    missed = False
+
+    def follow(self, version: int) -> None:
+        """Drop the calling thread's graphs if they were made of other weights."""
+        if self.version != version:
+            for graph in (self.graph, self.pieces):
+                if graph is not None:
+                    graph.release()
+            self.graph = self.pieces = None
+            self.version = version
+
+    def keep(self, graph: TokenGraph) -> None:
+        """Take a graph for later tokens of the calling thread."""
+        if isinstance(graph, PieceGraph):
+            self.pieces = graph
+        else:
+            self.graph = graph
