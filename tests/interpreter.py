@@ -51,7 +51,7 @@ def _lay_operands_out_in_rows(interpreter: Any) -> None:
 def _replace_functions_once(interpreter: Any) -> None:
     """Let calls within a kernel replace no functions of the language where its launch has.
 
-    The search of all that the language has is a third of the interpreter's time.
+    The search of all that the language has is a quarter of the interpreter's time.
     """
     import triton.language as tl
 

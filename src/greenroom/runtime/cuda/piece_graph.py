@@ -125,7 +125,7 @@ class PieceGraph(TokenGraph):
 
 
 class ThreadGraphs(threading.local):
-    """A thread's graph of a decoder.
+    """A thread's graphs of a decoder's pass.
 
     pieces:  its graph in pieces, for a cache that has not a slot for each expert
     version: of the weights that the graphs were made of
